@@ -1,0 +1,165 @@
+"""What members and the coordinator say to each other. Frozen, picklable, always stamped.
+
+Rules of this file:
+1. An order goes down (coordinator -> member), a report comes up (member -> coordinator).
+2. Everything carries its `Incarnation`; a receiver drops what is not of the incarnation it knows.
+3. A report is repeated by its member until the coordinator has acknowledged it, so every handler of a
+   report must take it twice.
+4. Wall-clock times (`*_at`, seconds since 1970) are for people; no decision is taken from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mesh.ids import Incarnation, MachineName
+from mesh.plan import Endpoint, RunPlan
+from mesh.reasons import Reason
+from mesh.states import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOrder:
+    """Take part in one epoch: take a lease, prepare, arrive at the barrier, run when it opens."""
+
+    incarnation: Incarnation
+    plan: RunPlan
+    machine: MachineName
+    store: Endpoint
+    logs: Endpoint
+    transport: Transport
+    lease_ttl_s: float = 3.0
+    lease_guard_s: float = 0.3
+    heartbeat_s: float = 0.5
+    restore_uri: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceOrder:
+    """Stop this incarnation: SIGTERM, SIGKILL after the grace period, confirm that nothing is left.
+
+    A second order never prolongs the first one's grace period; it may shorten it.
+    """
+
+    incarnation: Incarnation
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExit:
+    """How a process ended: exactly one of the two is set. `signal` is the number, `code` 0..255."""
+
+    code: int | None = None
+    signal: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0
+
+    @property
+    def shell_code(self) -> int:
+        """What a shell would report: the code, or 128 + signal."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return self.code if self.code is not None else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseEvidence:
+    """What is known about why a rank's command failed, beyond the exit of the launcher itself.
+
+    For torchrun `exit` is the first failed worker's own end (torchrun turns every failure into 1).
+    """
+
+    exit: ProcessExit | None = None
+    global_rank: int | None = None
+    message: str = ""
+    """One sentence for a person; the exception's own text when there is an error file."""
+    blames_peer: bool = False
+    """The error is about another rank (connection closed by peer, collective timeout)."""
+    hint: str = ""
+    """Set when the fault is a known one (torch's exit race on gloo, for example)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberReport:
+    """Base of everything that a member reports."""
+
+    incarnation: Incarnation
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRegistered(MemberReport):
+    """The member holds its lease and prepares."""
+
+    machine: MachineName
+    address: str
+    """The address at which its peers reach it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberArrived(MemberReport):
+    """The member waits at the barrier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberPreparationFailed(MemberReport):
+    """The member cannot take part; its machine may be at fault (`reason`)."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStarted(MemberReport):
+    """The barrier was open and the command runs."""
+
+    pid: int
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStartFailed(MemberReport):
+    """The barrier was open and the command could not be started (not found, not executable …)."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberExited(MemberReport):
+    """The command ended and nothing of its process tree is left; all its output is in the spool."""
+
+    exit: ProcessExit
+    evidence: CauseEvidence
+    last_lines: tuple[str, ...] = ()
+    """The last lines of output, at most 20, each at most 500 characters: for the failure's message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFenced(MemberReport):
+    """Nothing of this incarnation runs any more, and its logs have been handed over."""
+
+    exit: ProcessExit | None = None
+    """How the command ended under the fence; None when it never ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFenceFailed(MemberReport):
+    """Something of this incarnation could not be killed (a process in uninterruptible sleep, say)."""
+
+    message: str
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """A member's answer when it is asked how it is (adoption after a coordinator's crash)."""
+
+    incarnation: Incarnation
+    phase: str
+    """`agents.core.member.Phase`, as text."""
+    unacknowledged: int
+    facts: Mapping[str, str]

@@ -1,0 +1,57 @@
+"""Why something ended, was refused, or waits: a closed set, used in status, events, errors and the API."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """The value is what a user reads in `mesh describe` and what programs match on: never rename one."""
+
+    # What the user asked for
+    INVALID_SPEC = "InvalidSpec"
+    NOT_AVAILABLE_YET = "NotAvailableYet"
+    ALREADY_EXISTS = "AlreadyExists"
+    NOT_FOUND = "NotFound"
+    CONFLICT = "Conflict"
+    CANCELLED = "Cancelled"
+    CLIENT_INTERRUPTED = "ClientInterrupted"
+
+    # The user's command
+    COMPLETED = "Completed"
+    COMMAND_FAILED = "CommandFailed"
+    COMMAND_KILLED = "CommandKilled"
+    COMMAND_NOT_FOUND = "CommandNotFound"
+    COMMAND_NOT_EXECUTABLE = "CommandNotExecutable"
+    COMMAND_START_FAILED = "CommandStartFailed"
+    WORKING_DIR_MISSING = "WorkingDirMissing"
+
+    # Machines and assembly
+    NO_CAPACITY = "NoCapacity"
+    MACHINE_REFUSED = "MachineRefused"
+    MACHINE_LOST = "MachineLost"
+    GANG_ASSEMBLY_TIMEOUT = "GangAssemblyTimeout"
+    PREPARATION_FAILED = "PreparationFailed"
+    FENCE_FAILED = "FenceFailed"
+    RESTART_BUDGET_SPENT = "RestartBudgetSpent"
+
+    # Rendezvous, leases, fences
+    STALE_EPOCH = "StaleEpoch"
+    UNKNOWN_GANG = "UnknownGang"
+    LEASE_LOST = "LeaseLost"
+    KEY_NOT_FOUND = "KeyNotFound"
+    LIMIT_EXCEEDED = "LimitExceeded"
+    TIMEOUT = "Timeout"
+
+    # The deployment
+    UNAUTHENTICATED = "Unauthenticated"
+    FORBIDDEN = "Forbidden"
+    UNREACHABLE = "Unreachable"
+    PROTOCOL = "ProtocolError"
+    DEPLOYMENT_NOT_RUNNING = "DeploymentNotRunning"
+    DEPLOYMENT_BUSY = "DeploymentBusy"
+    PORT_TAKEN = "PortTaken"
+    STATE_NOT_WRITABLE = "StateNotWritable"
+    STORAGE_FULL = "StorageFull"
+    PACKAGE_SHADOWED = "PackageShadowed"
+    INTERNAL = "InternalError"
