@@ -1,0 +1,109 @@
+"""What the REST API needs from the system behind it: three narrow seams.
+
+Rules of this file:
+1. Everything goes in and comes out as plain JSON-able data, in the shape that the API shows (camelCase keys as in a
+   Job resource). The shapes are `coordinator.api.models`; the contract suite holds implementations to them.
+2. What goes wrong is a `MeshError`. `NotFoundError` for a name that is not there, `ConflictError` for a state that does
+   not allow the call, `TransportError` while the coordinator cannot be asked (it is being restarted). The last one
+   says nothing about whether the call took effect, so the API repeats it only where repeating is harmless:
+   reads, cancel, delete, and a submit, which always carries a request id.
+3. No call waits longer than a few seconds, except `events`, which waits at most `wait_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+Resource = dict[str, Any]
+"""One JSON object of the API."""
+
+
+class CoordinatorService(Protocol):
+    """The coordinator, as the API sees it."""
+
+    async def submit(self, job: Resource, plan: Resource, request_id: str | None) -> Resource:
+        """Journals a new run and returns it; durable before it returns.
+
+        Args:
+            job: the validated Job resource, defaults filled in.
+            plan: the `RunPlan` record (`RunPlan.to_record()`); its `name` is the run's name.
+            request_id: a second submit with the same id returns the run of the first one, whatever its state.
+
+        Raises:
+            ConflictError: (AlreadyExists) an undeleted run, ended or not, has this name.
+            StorageError: the journal cannot be written; nothing was accepted.
+        """
+        ...
+
+    async def get_run(self, name: str) -> Resource:
+        """The run of this name. Raises NotFoundError."""
+        ...
+
+    async def list_runs(self, labels: Mapping[str, str]) -> list[Resource]:
+        """Every undeleted run that has all these labels, oldest first."""
+        ...
+
+    async def cancel(self, name: str, reason: str) -> Resource:
+        """Asks for the run to be stopped and returns it at once; it has stopped when its state is terminal.
+
+        A run that is being cancelled or has ended is returned as it is: a second cancel changes nothing.
+        Raises NotFoundError.
+        """
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Forgets an ended run; its name is free again. Raises NotFoundError, ConflictError while it is active."""
+        ...
+
+    async def list_attempts(self, labels: Mapping[str, str]) -> list[Resource]:
+        """Every attempt that has all these labels (`nodus.dev/job`, `nodus.dev/rank`), oldest epoch first."""
+        ...
+
+    async def list_machines(self) -> list[Resource]:
+        """Every machine of the deployment, by name."""
+        ...
+
+    async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Resource]:
+        """At most `limit` events with `seq > after`, in the order of `seq`.
+
+        Waits up to `wait_s` for the first one when there is none yet; then an empty list. `run` is a name or a uid;
+        one that is not known has no events (yet), which is no error.
+        """
+        ...
+
+    async def status(self) -> Resource:
+        """Facts about the deployment as a whole: at least `{"state": "Ready" | "Starting" | "Stopping"}`."""
+        ...
+
+
+class LogReader(Protocol):
+    """What was printed. `coordinator.logs` implements it."""
+
+    def lines(
+        self,
+        uid: str,
+        *,
+        rank: int | None = None,
+        epoch: int | None = None,
+        tail: int | None = None,
+        cursor: str | None = None,
+        follow: bool = False,
+    ) -> AsyncGenerator[Resource]:
+        """Lines of a run, all ranks merged in the order of their times.
+
+        A line is `{"cursor", "at", "rank", "epoch", "stream", "text", "partial"}`. `cursor` is opaque: reading on from
+        it gives what follows that line, with nothing left out and nothing repeated. With `follow` the iterator ends when
+        the run is over and everything has been given. Raises SpecError for a cursor that is none.
+        """
+        ...
+
+    def raw(self, uid: str, rank: int, epoch: int) -> AsyncGenerator[bytes]:
+        """The bytes that one rank printed in one epoch, as they were. Raises NotFoundError."""
+        ...
+
+
+Grow = Callable[[int], Awaitable[list[Resource]]]
+"""Brings a local deployment to at least this many machines in all, waits for them, and returns all machines.
+
+Asking for fewer than there are changes nothing. Raises SpecError above the deployment's limit."""
