@@ -12,7 +12,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 Resource = dict[str, Any]
@@ -84,12 +84,12 @@ class LogReader(Protocol):
         self,
         uid: str,
         *,
-        rank: int | None = None,
-        epoch: int | None = None,
-        tail: int | None = None,
-        cursor: str | None = None,
-        follow: bool = False,
-    ) -> AsyncGenerator[Resource]:
+        rank: int | None,
+        epoch: int | None,
+        tail: int | None,
+        cursor: str | None,
+        follow: bool,
+    ) -> AsyncIterator[Resource]:
         """Lines of a run, all ranks merged in the order of their times.
 
         A line is `{"cursor", "at", "rank", "epoch", "stream", "text", "partial"}`. `cursor` is opaque: reading on from
@@ -98,7 +98,7 @@ class LogReader(Protocol):
         """
         ...
 
-    def raw(self, uid: str, rank: int, epoch: int) -> AsyncGenerator[bytes]:
+    def raw(self, uid: str, rank: int, epoch: int) -> AsyncIterator[bytes]:
         """The bytes that one rank printed in one epoch, as they were. Raises NotFoundError."""
         ...
 

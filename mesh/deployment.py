@@ -1,0 +1,131 @@
+"""Where a deployment keeps its state, and whether the one that a state folder names is alive.
+
+Rules of this file:
+1. `deployment.json` is written by the head process only, whole or not at all, readable by its owner only.
+2. A file says nothing about life: the head can have been killed. It is alive when its pid exists and was started
+   when the file says (a pid is reused sooner or later, a pid with its start time is not).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mesh.errors import DeploymentError
+from mesh.reasons import Reason
+
+STATE_VARIABLE = "GANGMESH_STATE"
+URL_VARIABLE = "GANGMESH_URL"
+TOKEN_VARIABLE = "GANGMESH_TOKEN"
+RECORD_NAME = "deployment.json"
+RECORD_BYTES_MAX = 64 * 1024
+START_TIME_TOLERANCE_S = 2.0
+"""A process's start time is derived from the boot time, which the kernel adjusts by fractions of a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentRecord:
+    """How to reach a deployment. `pid_started` is in seconds since 1970."""
+
+    version: str
+    url: str
+    token: str
+    pid: int
+    pid_started: float
+    local: bool
+    machines: int
+
+    @property
+    def is_alive(self) -> bool:
+        started_s = process_started(self.pid)
+        return started_s is not None and abs(started_s - self.pid_started) <= START_TIME_TOLERANCE_S
+
+
+def state_folder(explicit: str | Path | None = None) -> Path:
+    """The state folder: as given, or `$GANGMESH_STATE`, or `~/.gangmesh`. Absolute; it need not exist."""
+    chosen = explicit or os.environ.get(STATE_VARIABLE) or "~/.gangmesh"
+    return Path(chosen).expanduser().absolute()
+
+
+def process_started(pid: int) -> float | None:
+    """When a process was started, in seconds since 1970; None when there is no such process (a zombie is none)."""
+    import psutil  # takes longer to import than `mesh --help` may take altogether
+
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return float(process.create_time())
+    except psutil.AccessDenied:
+        return None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def read_record(state: Path) -> DeploymentRecord | None:
+    """The record in this state folder; None when there is none. Says nothing about whether the head lives.
+
+    Raises:
+        DeploymentError: the file cannot be read or is not what the head writes.
+    """
+    path = state / RECORD_NAME
+    try:
+        with path.open("rb") as file:
+            text = file.read(RECORD_BYTES_MAX)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DeploymentError(
+            f"The deployment's record {path} cannot be read: {error.strerror}.",
+            hint="Use the account that started the deployment, or another folder: --state DIR.",
+            path=str(path),
+        ) from error
+    try:
+        data = json.loads(text)
+        return DeploymentRecord(
+            version=str(data["version"]),
+            url=str(data["url"]),
+            token=str(data["token"]),
+            pid=int(data["pid"]),
+            pid_started=float(data["pid_started"]),
+            local=bool(data["local"]),
+            machines=int(data["machines"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DeploymentError(
+            f"{path} is damaged ({type(error).__name__}: {error}).",
+            hint="If no deployment runs from this folder, remove that file; `mesh up` writes a new one.",
+            path=str(path),
+        ) from error
+
+
+def write_record(state: Path, record: DeploymentRecord) -> None:
+    """Puts the record in place at once and for its owner only. Raises OSError."""
+    path = state / RECORD_NAME
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(record), file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def live_record(state: Path) -> DeploymentRecord | None:
+    """The record of a deployment that is alive, or None. Raises DeploymentError for a damaged record."""
+    record = read_record(state)
+    return record if record is not None and record.is_alive else None
+
+
+def not_running(state: Path) -> DeploymentError:
+    """The error for a call that needs a deployment where none is running."""
+    record_left = (state / RECORD_NAME).exists()
+    story = "ended without taking its record away (it was killed, or the machine restarted)"
+    return DeploymentError(
+        f"No deployment is running from {state}" + (f"; the last one {story}." if record_left else "."),
+        hint="Start one with `mesh up`, or name another: --state DIR, or --url with $" + TOKEN_VARIABLE + ".",
+        reason=Reason.DEPLOYMENT_NOT_RUNNING,
+        path=str(state),
+    )

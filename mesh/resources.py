@@ -1,0 +1,227 @@
+"""What the API answers with, as types. The one source for the client's types and for the OpenAPI document.
+
+Rules of this file:
+1. Every key is always there; a fact that is not known (yet) is null.
+2. Times are seconds since 1970 in UTC, as a number. They are for people; nothing is decided by comparing them.
+3. Keys are camelCase, as in a Job resource; the two labels of an attempt keep their documented names.
+4. A key may be added, and none is renamed or taken away within `nodus.dev/v1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import TypedDict
+
+
+class ProcessEnd(TypedDict):
+    """How a process ended: exactly one of the two is a number."""
+
+    code: int | None
+    signal: int | None
+
+
+class RankStatus(TypedDict):
+    """One rank in the current epoch."""
+
+    rank: int
+    machine: str | None
+    address: str | None
+    state: str
+    """Of the member: Pending, Registered, AtBarrier, Running, Exited, Fenced, Lost."""
+    stage: str | None
+    """What it is doing before it is at the barrier, in words."""
+    exit: ProcessEnd | None
+    lastOutputAt: float | None
+    finishedAt: float | None
+
+
+class BarrierStatus(TypedDict):
+    """How far the assembly is."""
+
+    arrived: int
+    of: int
+
+
+class TopologyStatus(TypedDict):
+    """The shape, resolved once; it never changes for the life of a run."""
+
+    nodes: int
+    gpusPerNode: int
+    processesPerNode: int
+    worldSize: int
+
+
+class Condition(TypedDict):
+    """Something worth knowing about a run that is no failure."""
+
+    type: str
+    message: str
+
+
+class RunMetadata(TypedDict):
+    """Who the run is."""
+
+    name: str
+    uid: str
+    """Names this run for ever; a name can be used again after the run was deleted."""
+    labels: dict[str, str]
+    createdAt: float
+
+
+class RunStatus(TypedDict):
+    """What became of it."""
+
+    state: str
+    reason: str | None
+    message: str | None
+    epoch: int
+    """0 before the first assembly."""
+    exitCode: int | None
+    """The run's own exit code once it has ended: of the failing rank, 128 + n for signal n."""
+    topology: TopologyStatus
+    barrier: BarrierStatus
+    startedAt: float | None
+    endedAt: float | None
+    ranks: list[RankStatus]
+    conditions: list[Condition]
+    cause: dict[str, Any] | None
+    """The evidence for a failure: rank, exit, the launcher's own exit, last lines."""
+
+
+class Run(TypedDict):
+    """A Job resource: what was asked for and what became of it."""
+
+    apiVersion: str
+    kind: str
+    metadata: RunMetadata
+    spec: dict[str, Any]
+    status: RunStatus
+
+
+class Attempt(TypedDict):
+    """One rank's part in one epoch."""
+
+    run: str
+    uid: str
+    rank: int
+    epoch: int
+    machine: str | None
+    state: str
+    labels: dict[str, str]
+    createdAt: float
+    startedAt: float | None
+    endedAt: float | None
+    exit: ProcessEnd | None
+    cause: dict[str, Any] | None
+    placement: dict[str, Any]
+    cost: float | None
+
+
+class Machine(TypedDict):
+    """A host that members can run on."""
+
+    name: str
+    address: str
+    labels: dict[str, str]
+    gpus: dict[str, Any]
+    """`{"type": "H100" | null, "count": 8}`."""
+    state: str
+    """Ready, InUse or Lost."""
+    run: str | None
+
+
+class Event(TypedDict):
+    """Something that happened. `seq` grows by at least one from event to event and is never reused."""
+
+    seq: int
+    at: float
+    run: str | None
+    uid: str | None
+    epoch: int | None
+    rank: int | None
+    kind: str
+    reason: str | None
+    message: str
+
+
+class LogLine(TypedDict):
+    """One line that a rank printed, or the part of one that has no newline yet (`partial`)."""
+
+    cursor: str
+    """Opaque. Reading on from it leaves nothing out and repeats nothing."""
+    at: float
+    rank: int
+    epoch: int
+    stream: str
+    """stdout or stderr."""
+    text: str
+    partial: bool
+
+
+class Estimate(TypedDict):
+    """What a run can cost and how long it can wait, before anything is created."""
+
+    ratePerHourUSD: float
+    gangHoldUSD: float
+    assemblyBoundUSD: float
+    assemblyBoundSeconds: float
+    assemblyTries: int
+    note: str
+    """Why the figures are what they are."""
+
+
+class Submission(TypedDict):
+    """The answer to a submit."""
+
+    run: Run
+    warnings: list[str]
+
+
+class DryRun(TypedDict):
+    """The answer to a dry run: nothing was created."""
+
+    dryRun: bool
+    job: dict[str, Any]
+    topology: TopologyStatus
+    estimate: Estimate
+    warnings: list[str]
+
+
+class DeploymentStatus(TypedDict):
+    """The deployment as a whole."""
+
+    state: str
+    """Ready, Starting or Stopping."""
+    version: str
+    local: bool
+    machines: dict[str, int]
+    """How many machines are in which state: `{"Ready": 2, "InUse": 0, "Lost": 0}`."""
+    runs: dict[str, int]
+    """How many runs are in which state; states without a run are left out."""
+    details: dict[str, Any]
+    """What else the deployment says about itself."""
+
+
+class VersionInfo(TypedDict):
+    """Of the server."""
+
+    version: str
+    api: str
+
+
+class ErrorBody(TypedDict):
+    """A `MeshError` as data: class, reason, what happened, what to do."""
+
+    error: str
+    reason: str
+    message: str
+    hint: str
+    details: dict[str, Any]
+
+
+class ErrorReply(TypedDict):
+    """Every answer with a status of 400 or more."""
+
+    error: ErrorBody
+    requestId: str
