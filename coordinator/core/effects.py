@@ -1,0 +1,109 @@
+"""What a gang wants done, in the imperative. The shell performs it; what it leads to is the next event.
+
+Every effect may be performed twice (a crash lies between the journal and the world), so each names
+what it is about exactly: performing it again must change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh.ids import Epoch, Incarnation, MachineName, Rank
+from mesh.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """One line of the run's story: what `mesh get events` lists."""
+
+    kind: str
+    message: str
+    reason: Reason | None = None
+    epoch: Epoch
+    rank: Rank | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Write the gang's record and these announcements in one transaction.
+
+    A barrier: nothing after it in the batch happens before it is durable. At most one per batch, first.
+    """
+
+    announcements: tuple[Announcement, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveMachines:
+    """Get `nodes` machines of this shape, all or none; keep trying until told otherwise."""
+
+    reservation: int
+    nodes: int
+    gpus_per_node: int
+    gpu_types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseMachines:
+    """Give back everything held or wanted under this reservation, and say when it is confirmed."""
+
+    reservation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEpoch:
+    """Tell the store that this epoch is the gang's current one: everything older is stale from here."""
+
+    epoch: Epoch
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseBarrier:
+    """Make sure that the epoch's barrier does not open from now on, and learn whether it ever did."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderMember:
+    """Bring a member to life on its machine and let it join the epoch."""
+
+    incarnation: Incarnation
+    machine: MachineName
+    reservation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceMember:
+    """Stop the member's processes: SIGTERM, SIGKILL after the grace period, confirm."""
+
+    incarnation: Incarnation
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DismissMember:
+    """The member has nothing more to do: end its actor."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetGang:
+    """The store may forget the gang; whoever still speaks for it is refused."""
+
+    epoch: Epoch
+
+
+GangEffect = (
+    Persist
+    | ReserveMachines
+    | ReleaseMachines
+    | OpenEpoch
+    | CloseBarrier
+    | OrderMember
+    | FenceMember
+    | DismissMember
+    | ForgetGang
+)

@@ -1,0 +1,128 @@
+"""What can happen to a gang, in the past tense. Frozen data; nothing here decides anything.
+
+A member's reports (`mesh.messages`) are events too: the core takes them as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName
+from mesh.messages import MemberReport
+from mesh.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """The two clocks at one moment.
+
+    `mono` (seconds) is what every decision counts with; it never goes back while one coordinator lives.
+    `wall` (seconds since 1970) is only written down for people.
+    """
+
+    mono: float
+    wall: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One reserved machine: the rank that gets it is its place in the reservation."""
+
+    machine: MachineName
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAccepted:
+    """The run is in the journal for the first time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachinesReserved:
+    """Every machine of a reservation is held, all of them or none.
+
+    `tokens` are the random parts of the incarnations to come, one per rank: the core has no randomness.
+    """
+
+    reservation: int
+    placements: tuple[Placement, ...]
+    tokens: tuple[IncarnationToken, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationWaiting:
+    """The machines cannot be had at once for now; `why` says so machine by machine."""
+
+    reservation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachinesReleased:
+    """The provider says that nothing of the reservation is held any more."""
+
+    reservation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierOpened:
+    """The store opened the epoch's start barrier: every rank had arrived."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierClosed:
+    """The store will never open this epoch's barrier (again). `was_open` says whether it ever did."""
+
+    epoch: Epoch
+    was_open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLapsed:
+    """The store declared the member lost: its ttl and the guard are over."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberVanished:
+    """The member's actor is dead or could not be created. Its processes may not be dead yet."""
+
+    incarnation: Incarnation
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """Somebody wants the run to end."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorRecovered:
+    """This core was read back from the journal after a crash: what was under way may not have happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """A deadline may have come."""
+
+
+GangEvent = (
+    RunAccepted
+    | MachinesReserved
+    | ReservationWaiting
+    | MachinesReleased
+    | BarrierOpened
+    | BarrierClosed
+    | LeaseLapsed
+    | MemberVanished
+    | CancelRequested
+    | CoordinatorRecovered
+    | TimePassed
+    | MemberReport
+)
