@@ -144,6 +144,9 @@ class MemberFenced(MemberReport):
 
     exit: ProcessExit | None = None
     """How the command ended under the fence; None when it never ran."""
+    reason: Reason | None = None
+    """Why the member fenced itself (LeaseLost, StaleEpoch); None when the coordinator ordered it."""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

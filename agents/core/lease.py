@@ -1,0 +1,454 @@
+"""A lease, as its holder must see it: when to renew, and when to stop by itself.
+
+Rules of this file:
+1. The right to run is counted from the moment when the last granted renewal was *sent*, on the monotonic
+   clock. The store counts from when it *received* it, which is later; so the holder stops first.
+2. `sent + ttl - guard` is the end: whoever still has no answer by then kills its whole tree.
+3. An answer is believed only when it is to the request in flight. An answer that is certain (an older
+   epoch, a lease that somebody else holds) ends the lease at once; one that may pass (the store does not know the
+   gang yet because it has just been restarted) does not, before the end.
+4. A holder that finds its lease over because it *itself did not run* (laptop closed, SIGSTOP) stands
+   still first: its tree is frozen, the store is asked once, and only its answer thaws the tree.
+   Whoever was awake and simply got no answer kills.
+5. Over is final. Nothing that comes later changes anything.
+
+Theory of operation. The keeper's process calls `handle` with what happened and sleeps until
+`next_deadline`. How late it woke, compared with the deadline that it had asked for, tells a holder that
+was not running from one that was cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from mesh.reasons import Reason
+
+ASK_LIMIT_S = 1.0
+"""How long a holder that overslept waits for the store's word, its tree frozen."""
+ACQUIRE_LIMIT_S = 30.0
+"""How long the first grant may take, through reconnects and a store that does not know the gang yet."""
+RECONNECT_PAUSE_S = 0.05
+"""Between two tries to connect: a local refusal answers at once and must not become a busy loop."""
+RETRY_PAUSE_S = 0.1
+"""Between two requests after the store said that it does not know the gang yet."""
+
+
+class LeasePhase(StrEnum):
+    """Where a lease is in its life."""
+
+    ACQUIRING = "Acquiring"
+    HOLDING = "Holding"
+    ASKING = "Asking"
+    """Overslept: the tree is frozen until the store has answered."""
+    RELEASING = "Releasing"
+    OVER = "Over"
+
+
+TRANSITIONS: Mapping[LeasePhase, frozenset[LeasePhase]] = MappingProxyType(
+    {
+        LeasePhase.ACQUIRING: frozenset({LeasePhase.HOLDING, LeasePhase.OVER}),
+        LeasePhase.HOLDING: frozenset({LeasePhase.ASKING, LeasePhase.RELEASING, LeasePhase.OVER}),
+        LeasePhase.ASKING: frozenset({LeasePhase.HOLDING, LeasePhase.OVER}),
+        LeasePhase.RELEASING: frozenset({LeasePhase.OVER}),
+        LeasePhase.OVER: frozenset(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """The lengths that holder and store have agreed on, in seconds."""
+
+    ttl_s: float
+    guard_s: float
+    heartbeat_s: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.heartbeat_s < self.ttl_s - self.guard_s:
+            raise ValueError(
+                f"A heartbeat of {self.heartbeat_s} s does not fit into {self.ttl_s} - {self.guard_s} s."
+            )
+
+    @property
+    def usable_s(self) -> float:
+        """How long one renewal gives the right to run, from when it was sent."""
+        return self.ttl_s - self.guard_s
+
+    @property
+    def answer_limit_s(self) -> float:
+        """A request without an answer for so long has a dead connection under it: make a new one."""
+        return self.usable_s / 3.0
+
+    @property
+    def oversleep_s(self) -> float:
+        """Waking later than this means that this process did not run; less is a busy machine."""
+        return max(self.guard_s, self.heartbeat_s)
+
+
+# --- events -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEvent:
+    """Base of what can happen to the keeper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected(LeaseEvent):
+    """The store has accepted this connection and the secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLost(LeaseEvent):
+    """The connection, or the try to make one, failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmed(LeaseEvent):
+    """The store granted or renewed the lease, or took it back on request."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied(LeaseEvent):
+    """The store said no. `final` when asking again cannot help."""
+
+    request_id: int
+    reason: Reason
+    message: str
+    final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAsked(LeaseEvent):
+    """The member has nothing running any more and gives the lease back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParentDied(LeaseEvent):
+    """Nobody answers for the command any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woke(LeaseEvent):
+    """A deadline has passed."""
+
+
+# --- effects ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEffect:
+    """Base of what the keeper must do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect(LeaseEffect):
+    """Drop any connection and make a new one. Answers: Connected or ConnectionLost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(LeaseEffect):
+    """Send `op` (grant, renew or release). Answers: Confirmed or Denied with this id."""
+
+    op: str
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell(LeaseEffect):
+    """One line for the parent: `word` is granted, refused, lost, released, frozen or thawed."""
+
+    word: str
+    reason: Reason | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezeTree(LeaseEffect):
+    """Stop every process of the incarnation, without ending it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThawTree(LeaseEffect):
+    """Let the frozen processes go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillTree(LeaseEffect):
+    """SIGKILL every process of the incarnation, frozen or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(LeaseEffect):
+    """The keeper's work is done."""
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """Everything that the keeper knows about its lease."""
+
+    phase: LeasePhase = LeasePhase.ACQUIRING
+    connected: bool = False
+    """The store has accepted the connection; requests can be sent."""
+    connecting_since: float | None = None
+    """Set while a connection is being made."""
+    connect_at: float | None = None
+    """When to try to connect again."""
+    request_id: int = 0
+    """Of the last request; ids grow by one."""
+    sent_at: float | None = None
+    """When the request in flight was sent; None when there is none."""
+    held_from: float | None = None
+    """When the last confirmed grant or renewal was sent; set from the first grant on."""
+    request_at: float | None = None
+    """When to send the next request."""
+    give_up_at: float = 0.0
+    """Acquiring, Asking, Releasing: when to stop waiting for the store."""
+    last_denial: str = ""
+    wake_at: float = 0.0
+    """The deadline that was asked for last: lateness is counted from it."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """The pure core of the keeper.
+
+    Args:
+        terms: what was agreed on.
+        started_at: the clock's value at the start.
+    """
+
+    terms: LeaseTerms
+    started_at: float
+    state: LeaseState = field(default_factory=LeaseState)
+    _out: list[LeaseEffect] = field(default_factory=list)
+
+    def start(self) -> list[LeaseEffect]:
+        """The first effects."""
+        self.state.give_up_at = self.started_at + ACQUIRE_LIMIT_S
+        self._connect(self.started_at)
+        return self._flush(self.started_at)
+
+    def handle(self, event: LeaseEvent, now: float) -> list[LeaseEffect]:
+        """Takes one event and returns the effects that it leads to."""
+        if self.state.phase is not LeasePhase.OVER:
+            self._look_at_the_clock(now)
+        if self.state.phase is not LeasePhase.OVER:
+            _HANDLERS[type(event)](self, event, now)
+        if self.state.phase is not LeasePhase.OVER:
+            self._act_on_time(now)
+        return self._flush(now)
+
+    def next_deadline(self) -> float | None:
+        """When `Woke` is wanted; None when the lease is over."""
+        state = self.state
+        if state.phase is LeasePhase.OVER:
+            return None
+        times: list[float | None] = [state.connect_at, self._connection_deadline()]
+        if state.connected and state.sent_at is None:
+            times.append(state.request_at)
+        times.append(self.end_at if state.phase is LeasePhase.HOLDING else state.give_up_at)
+        return min(t for t in times if t is not None)
+
+    @property
+    def end_at(self) -> float | None:
+        """When the right to run ends; None before the first grant."""
+        held_from = self.state.held_from
+        return None if held_from is None else held_from + self.terms.usable_s
+
+    def snapshot(self) -> LeaseState:
+        """A copy of the state."""
+        return replace(self.state)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _look_at_the_clock(self, now: float) -> None:
+        """The end of the lease comes before whatever happened, unless this process was not running."""
+        state = self.state
+        end_at = self.end_at
+        if state.phase is not LeasePhase.HOLDING or end_at is None or now < end_at:
+            return
+        if now - state.wake_at > self.terms.oversleep_s:
+            self._ask(now)
+        else:
+            self._lose(Reason.LEASE_LOST, f"No renewal was confirmed in time. {state.last_denial}".strip())
+
+    def _act_on_time(self, now: float) -> None:
+        state = self.state
+        if state.phase is not LeasePhase.HOLDING and now >= state.give_up_at:
+            self._give_up()
+            return
+        dead = self._connection_deadline()
+        if dead is not None and now >= dead:
+            self._connect(now)
+        elif state.connect_at is not None and now >= state.connect_at:
+            self._connect(now)
+        if state.connected and state.sent_at is None and state.request_at is not None:
+            if now >= state.request_at:
+                self._request(now)
+
+    def _connection_deadline(self) -> float | None:
+        """When the connection, or the try to make one, is given up as dead."""
+        since = self.state.connecting_since if self.state.sent_at is None else self.state.sent_at
+        return None if since is None else since + self.terms.answer_limit_s
+
+    def _give_up(self) -> None:
+        state = self.state
+        if state.phase is LeasePhase.ACQUIRING:
+            message = f"The store gave no lease in {ACQUIRE_LIMIT_S:.0f} s. {state.last_denial}".strip()
+            self._enter(LeasePhase.OVER)
+            self._do(Tell(word="refused", reason=Reason.UNREACHABLE, message=message))
+            self._do(End())
+        elif state.phase is LeasePhase.ASKING:
+            self._lose(
+                Reason.LEASE_LOST,
+                f"This machine stood still past the end of its lease, and the store did not renew it. "
+                f"{state.last_denial}".strip(),
+            )
+        else:
+            self._enter(LeasePhase.OVER)
+            self._do(End())
+
+    def _ask(self, now: float) -> None:
+        self._enter(LeasePhase.ASKING)
+        self.state.give_up_at = now + ASK_LIMIT_S
+        self._do(FreezeTree())
+        self._do(Tell(word="frozen", message="This machine stood still past the end of its lease."))
+        # Whatever was in flight was sent before the pause: its answer proves nothing about now.
+        self._connect(now)
+
+    # --- what the store says --------------------------------------------------------------------
+
+    def _on_connected(self, event: Connected, now: float) -> None:
+        if self.state.connecting_since is None:
+            return
+        self.state.connecting_since = None
+        self.state.connected = True
+        self._request(now)
+
+    def _on_connection_lost(self, event: ConnectionLost, now: float) -> None:
+        state = self.state
+        if not state.connected and state.connecting_since is None:
+            return
+        if state.phase is LeasePhase.RELEASING:
+            # The store notices the closed connection; there is nothing left to protect.
+            self._enter(LeasePhase.OVER)
+            self._do(End())
+            return
+        state.connected = False
+        state.connecting_since = None
+        state.sent_at = None
+        state.connect_at = now + RECONNECT_PAUSE_S
+
+    def _on_confirmed(self, event: Confirmed, now: float) -> None:
+        state = self.state
+        if event.request_id != state.request_id or state.sent_at is None:
+            return
+        sent_at, state.sent_at = state.sent_at, None
+        state.last_denial = ""
+        if state.phase is LeasePhase.RELEASING:
+            self._enter(LeasePhase.OVER)
+            self._do(Tell(word="released"))
+            self._do(End())
+            return
+        state.held_from = sent_at
+        state.request_at = sent_at + self.terms.heartbeat_s
+        if state.phase is LeasePhase.ACQUIRING:
+            self._enter(LeasePhase.HOLDING)
+            self._do(Tell(word="granted"))
+        elif state.phase is LeasePhase.ASKING:
+            self._enter(LeasePhase.HOLDING)
+            self._do(ThawTree())
+            self._do(Tell(word="thawed"))
+
+    def _on_denied(self, event: Denied, now: float) -> None:
+        state = self.state
+        if event.request_id != state.request_id or state.sent_at is None:
+            return
+        state.sent_at = None
+        if state.phase is LeasePhase.RELEASING:
+            self._enter(LeasePhase.OVER)
+            self._do(End())
+        elif not event.final:
+            state.last_denial = event.message
+            state.request_at = now + RETRY_PAUSE_S
+        elif state.phase is LeasePhase.ACQUIRING:
+            self._enter(LeasePhase.OVER)
+            self._do(Tell(word="refused", reason=event.reason, message=event.message))
+            self._do(End())
+        else:
+            self._lose(event.reason, event.message)
+
+    # --- what the parent does -------------------------------------------------------------------
+
+    def _on_release_asked(self, event: ReleaseAsked, now: float) -> None:
+        state = self.state
+        if state.phase is LeasePhase.HOLDING and state.connected:
+            self._enter(LeasePhase.RELEASING)
+            state.give_up_at = now + ASK_LIMIT_S
+            self._request(now)
+        elif state.phase is not LeasePhase.RELEASING:
+            self._enter(LeasePhase.OVER)
+            self._do(End())
+
+    def _on_parent_died(self, event: ParentDied, now: float) -> None:
+        self._enter(LeasePhase.OVER)
+        self._do(KillTree())
+        self._do(End())
+
+    def _on_woke(self, event: Woke, now: float) -> None:
+        """Time itself is looked at before and after every event."""
+
+    # --- small things ---------------------------------------------------------------------------
+
+    def _lose(self, reason: Reason, message: str) -> None:
+        self._enter(LeasePhase.OVER)
+        self._do(KillTree())
+        self._do(Tell(word="lost", reason=reason, message=message))
+        self._do(End())
+
+    def _connect(self, now: float) -> None:
+        state = self.state
+        state.connected = False
+        state.sent_at = None
+        state.connect_at = None
+        state.connecting_since = now
+        self._do(Connect())
+
+    def _request(self, now: float) -> None:
+        state = self.state
+        op = {LeasePhase.RELEASING: "release", LeasePhase.ACQUIRING: "grant"}.get(state.phase, "renew")
+        state.request_id += 1
+        state.sent_at = now
+        state.request_at = None
+        self._do(Request(op=op, request_id=state.request_id))
+
+    def _enter(self, phase: LeasePhase) -> None:
+        assert phase in TRANSITIONS[self.state.phase], f"{self.state.phase} -> {phase}"
+        self.state.phase = phase
+
+    def _do(self, effect: LeaseEffect) -> None:
+        self._out.append(effect)
+
+    def _flush(self, now: float) -> list[LeaseEffect]:
+        deadline = self.next_deadline()
+        if deadline is not None:
+            self.state.wake_at = max(deadline, now)
+        effects, self._out = self._out, []
+        return effects
+
+
+_HANDLERS: Mapping[type[LeaseEvent], Callable[..., None]] = {
+    Connected: Lease._on_connected,
+    ConnectionLost: Lease._on_connection_lost,
+    Confirmed: Lease._on_confirmed,
+    Denied: Lease._on_denied,
+    ReleaseAsked: Lease._on_release_asked,
+    ParentDied: Lease._on_parent_died,
+    Woke: Lease._on_woke,
+}
