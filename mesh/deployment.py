@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. `deployment.json` is written by the head process only, whole or not at all, readable by its owner only.
-2. A file says nothing about life: the head can have been killed. It is alive when its pid exists and was started
-   when the file says (a pid is reused sooner or later, a pid with its start time is not).
+2. A file says nothing about life: the head can have been killed. It is alive when its pid exists and was
+   started when the file says (a pid is reused sooner or later, a pid with its start time is not).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def state_folder(explicit: str | Path | None = None) -> Path:
 
 
 def process_started(pid: int) -> float | None:
-    """When a process was started, in seconds since 1970; None when there is no such process (a zombie is none)."""
+    """When a process was started, in seconds since 1970; None when there is none (a zombie is none)."""
     import psutil  # takes longer to import than `mesh --help` may take altogether
 
     try:

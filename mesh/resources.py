@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. Every key is always there; a fact that is not known (yet) is null.
-2. Times are seconds since 1970 in UTC, as a number. They are for people; nothing is decided by comparing them.
+2. Times are seconds since 1970 in UTC, as a number, for people: nothing is decided by comparing them.
 3. Keys are camelCase, as in a Job resource; the two labels of an attempt keep their documented names.
 4. A key may be added, and none is renamed or taken away within `nodus.dev/v1`.
 """
@@ -28,7 +28,7 @@ class RankStatus(TypedDict):
     machine: str | None
     address: str | None
     state: str
-    """Of the member: Pending, Registered, AtBarrier, Running, Exited, Fenced, Lost."""
+    """Of the member: Ordered, Preparing, AtBarrier, Running, Exited, Fenced or Lost."""
     stage: str | None
     """What it is doing before it is at the barrier, in words."""
     exit: ProcessEnd | None
@@ -59,6 +59,24 @@ class Condition(TypedDict):
     message: str
 
 
+class Cause(TypedDict):
+    """The evidence for a failure: of the rank that explains the others."""
+
+    rank: int
+    at: float
+    reason: str
+    message: str
+    exit: ProcessEnd | None
+    """How the rank's command (torchrun, say) ended."""
+    workerExit: ProcessEnd | None
+    """How the first failed process behind it ended, where a launcher's report says so."""
+    globalRank: int | None
+    """That process's global rank."""
+    hint: str
+    """What to do about it, when the fault is a known one; else empty."""
+    lastLines: list[str]
+
+
 class RunMetadata(TypedDict):
     """Who the run is."""
 
@@ -85,8 +103,7 @@ class RunStatus(TypedDict):
     endedAt: float | None
     ranks: list[RankStatus]
     conditions: list[Condition]
-    cause: dict[str, Any] | None
-    """The evidence for a failure: rank, exit, the launcher's own exit, last lines."""
+    cause: Cause | None
 
 
 class Run(TypedDict):
@@ -113,7 +130,7 @@ class Attempt(TypedDict):
     startedAt: float | None
     endedAt: float | None
     exit: ProcessEnd | None
-    cause: dict[str, Any] | None
+    cause: Cause | None
     placement: dict[str, Any]
     cost: float | None
 

@@ -1,12 +1,13 @@
 """What the REST API needs from the system behind it: three narrow seams.
 
 Rules of this file:
-1. Everything goes in and comes out as plain JSON-able data, in the shape that the API shows (camelCase keys as in a
-   Job resource). The shapes are `coordinator.api.models`; the contract suite holds implementations to them.
-2. What goes wrong is a `MeshError`. `NotFoundError` for a name that is not there, `ConflictError` for a state that does
-   not allow the call, `TransportError` while the coordinator cannot be asked (it is being restarted). The last one
-   says nothing about whether the call took effect, so the API repeats it only where repeating is harmless:
-   reads, cancel, delete, and a submit, which always carries a request id.
+1. Everything goes in and comes out as plain JSON-able data, in the shape that the API shows (camelCase keys
+   as in a Job resource). The shapes are `coordinator.api.models`; the contract suite holds implementations
+   to them.
+2. What goes wrong is a `MeshError`. `NotFoundError` for a name that is not there, `ConflictError` for a
+   state that does not allow the call, `TransportError` while the coordinator cannot be asked (it is being
+   restarted). The last one says nothing about whether the call took effect, so the API repeats it only
+   where repeating is harmless: reads, cancel, delete, and a submit, which always carries a request id.
 3. No call waits longer than a few seconds, except `events`, which waits at most `wait_s`.
 """
 
@@ -53,7 +54,10 @@ class CoordinatorService(Protocol):
         ...
 
     async def delete(self, name: str) -> None:
-        """Forgets an ended run; its name is free again. Raises NotFoundError, ConflictError while it is active."""
+        """Forgets an ended run; its name is free again.
+
+        Raises NotFoundError, ConflictError while it is active.
+        """
         ...
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Resource]:
@@ -67,8 +71,8 @@ class CoordinatorService(Protocol):
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Resource]:
         """At most `limit` events with `seq > after`, in the order of `seq`.
 
-        Waits up to `wait_s` for the first one when there is none yet; then an empty list. `run` is a name or a uid;
-        one that is not known has no events (yet), which is no error.
+        Waits up to `wait_s` for the first one when there is none yet; then an empty list. `run` is a name
+        or a uid; one that is not known has no events (yet), which is no error.
         """
         ...
 
@@ -92,9 +96,10 @@ class LogReader(Protocol):
     ) -> AsyncIterator[Resource]:
         """Lines of a run, all ranks merged in the order of their times.
 
-        A line is `{"cursor", "at", "rank", "epoch", "stream", "text", "partial"}`. `cursor` is opaque: reading on from
-        it gives what follows that line, with nothing left out and nothing repeated. With `follow` the iterator ends when
-        the run is over and everything has been given. Raises SpecError for a cursor that is none.
+        A line is `{"cursor", "at", "rank", "epoch", "stream", "text", "partial"}`. `cursor` is opaque:
+        reading on from it gives what follows that line, with nothing left out and nothing repeated. With
+        `follow` the iterator ends when the run is over and everything has been given. Raises SpecError for
+        a cursor that is none.
         """
         ...
 

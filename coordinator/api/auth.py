@@ -1,0 +1,44 @@
+"""Who may use the API: whoever holds the deployment's token."""
+
+from __future__ import annotations
+
+import hmac
+
+from aiohttp import web
+
+from coordinator.api.failures import Handler
+from mesh.errors import AuthenticationError
+from mesh.reasons import Reason
+
+WHERE_TOKENS_ARE = (
+    "The token is in deployment.json in the deployment's state folder (~/.gangmesh unless it was started "
+    "with --state); send it as `Authorization: Bearer TOKEN`, or put it into $GANGMESH_TOKEN for `mesh`."
+)
+
+
+def bearer_middleware(token: str) -> object:
+    """A middleware that lets only requests with this token pass. An empty token is refused."""
+    if not token:
+        raise AuthenticationError("An API without a token would be open to everyone on this machine.")
+    expected = token.encode()
+
+    @web.middleware
+    async def require_token(request: web.Request, handler: Handler) -> web.StreamResponse:
+        header = request.headers.get("Authorization", "")
+        scheme, _, offered = header.partition(" ")
+        if not header:
+            raise AuthenticationError("This API needs a token.", hint=WHERE_TOKENS_ARE)
+        if scheme.lower() != "bearer":
+            raise AuthenticationError(
+                f"This API takes Bearer tokens, not {scheme[:20]!r}.", hint=WHERE_TOKENS_ARE
+            )
+        # compare_digest takes the same time wherever the first difference is
+        if not hmac.compare_digest(offered.strip().encode("utf-8", "surrogateescape"), expected):
+            raise AuthenticationError(
+                "The token is not the one of this deployment.",
+                hint="A deployment makes a new token each time it is started. " + WHERE_TOKENS_ARE,
+                reason=Reason.UNAUTHENTICATED,
+            )
+        return await handler(request)
+
+    return require_token
