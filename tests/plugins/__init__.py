@@ -1,0 +1,1 @@
+"""What every test run gets, as pytest plugins; tests/conftest.py loads them."""

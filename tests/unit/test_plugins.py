@@ -1,0 +1,109 @@
+"""The plugins of the test run itself: a leak is found and named, a failure prints how to repeat it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.plugins.leaks import TOKEN_VARIABLE, Leak, find_leaks, wait_for_none
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def sleeper(**variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that only waits, with exactly these variables."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env=variables
+    )
+    try:
+        yield process
+    finally:
+        process.communicate()
+
+
+def test_a_process_with_the_token_and_a_mark_is_a_leak_until_it_ends(tmp_path: Path) -> None:
+    token = secrets.token_hex(8)
+    began_at = time.time()
+    with sleeper(**{TOKEN_VARIABLE: token, "GANGMESH_DEPLOYMENT": "/somewhere"}) as process:
+        leaks = wait_for(token, tmp_path, began_at)
+        assert [leak.pid for leak in leaks] == [process.pid]
+        assert leaks[0].mark == "GANGMESH_DEPLOYMENT=/somewhere"
+    assert wait_for_none(token=token, temporary_folder=tmp_path, began_at=began_at, limit_s=10) == []
+
+
+def test_a_rank_with_a_clean_environment_is_known_by_its_folder(tmp_path: Path) -> None:
+    began_at = time.time()
+    with sleeper(NODUS_INCARNATION="a.1.0.b", NODUS_STATE_DIR=str(tmp_path / "state")) as process:
+        leaks = wait_for("no-such-token", tmp_path, began_at)
+        assert [leak.pid for leak in leaks] == [process.pid]
+
+
+def test_other_sessions_processes_are_not_counted(tmp_path: Path) -> None:
+    began_at = time.time()
+    token = secrets.token_hex(8)
+    with (
+        sleeper(**{TOKEN_VARIABLE: "another", "GANGMESH_DEPLOYMENT": "/elsewhere"}),
+        sleeper(**{TOKEN_VARIABLE: token}),
+        sleeper(**{TOKEN_VARIABLE: token, "GANGMESH_DEPLOYMENT": "/somewhere"}) as ours,
+    ):
+        assert [leak.pid for leak in wait_for(token, tmp_path, began_at)] == [ours.pid]
+
+
+def wait_for(token: str, folder: Path, began_at: float) -> list[Leak]:
+    """The leaks, once there is one: a new process shows its environment a moment after it is born."""
+    deadline = time.monotonic() + 20
+    while True:
+        leaks = find_leaks(token=token, temporary_folder=folder, began_at=began_at)
+        if leaks:
+            return leaks
+        assert time.monotonic() < deadline, "the process never showed"
+
+
+INNER = """
+import os, subprocess, sys
+pytest_plugins = ["tests.plugins.leaks", "tests.plugins.repeat"]
+"""
+LEAKING = """
+import os, subprocess, sys
+def test_that_leaks():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True,
+                     env={**os.environ, "GANGMESH_DEPLOYMENT": "/inner"}, stdin=subprocess.DEVNULL,
+                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+FAILING = """
+import random
+def test_that_fails(seed):
+    assert False, f"seed is {seed}"
+"""
+
+
+def run_inner(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(INNER)
+    (folder / "test_inner.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_a_leaking_session_fails_names_the_test_and_leaves_nothing(tmp_path: Path) -> None:
+    ended = run_inner(tmp_path, LEAKING, f"--basetemp={tmp_path / 'inner'}", "--leak-limit-s", "1")
+    assert ended.returncode == 1, ended.stdout
+    assert "1 passed" in ended.stdout
+    assert "processes left behind" in ended.stdout
+    assert "began during: test_inner.py::test_that_leaks" in ended.stdout
+
+
+def test_a_failure_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
+    first = run_inner(tmp_path, FAILING, "--seed", "7")
+    assert "-m pytest test_inner.py::test_that_fails --seed 7" in first.stdout
+    seeds = {line for line in first.stdout.splitlines() if line.startswith("E") and "seed is" in line}
+    again = run_inner(tmp_path, FAILING, "--seed", "7")
+    assert seeds == {line for line in again.stdout.splitlines() if line.startswith("E") and "seed is" in line}
