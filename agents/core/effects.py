@@ -77,7 +77,7 @@ class StopCommand(MemberEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillEverything(MemberEffect):
-    """SIGKILL the whole tree at once, with the launcher's help or without. Answers: TreeEmpty or KillFailed."""
+    """SIGKILL the whole tree at once, with or without the launcher. Answers: TreeEmpty or KillFailed."""
 
     why: str
 

@@ -4,9 +4,10 @@ Rules of this file:
 1. The right to run is counted from the moment when the last granted renewal was *sent*, on the monotonic
    clock. The store counts from when it *received* it, which is later; so the holder stops first.
 2. `sent + ttl - guard` is the end: whoever still has no answer by then kills its whole tree.
-3. An answer is believed only when it is to the request in flight. An answer that is certain (an older
-   epoch, a lease that somebody else holds) ends the lease at once; one that may pass (the store does not know the
-   gang yet because it has just been restarted) does not, before the end.
+3. An answer is believed only when it is to the request in flight, however late it is read: what it
+   grants is counted from when that request was sent. A denial that is certain (an older epoch, a lease that
+   somebody else holds) ends the lease at once; one that may pass (a store that has just been restarted does
+   not know the gang yet) does not, before the end.
 4. A holder that finds its lease over because it *itself did not run* (laptop closed, SIGSTOP) stands
    still first: its tree is frozen, the store is asked once, and only its answer thaws the tree.
    Whoever was awake and simply got no answer kills.
@@ -236,12 +237,17 @@ class Lease:
 
     def handle(self, event: LeaseEvent, now: float) -> list[LeaseEffect]:
         """Takes one event and returns the effects that it leads to."""
-        if self.state.phase is not LeasePhase.OVER:
-            self._look_at_the_clock(now)
-        if self.state.phase is not LeasePhase.OVER:
-            _HANDLERS[type(event)](self, event, now)
-        if self.state.phase is not LeasePhase.OVER:
-            self._act_on_time(now)
+        handler = _HANDLERS[type(event)]
+        steps: list[Callable[[], None]] = [
+            lambda: self._look_at_the_clock(now),
+            lambda: handler(self, event, now),
+            lambda: self._act_on_time(now),
+        ]
+        if isinstance(event, Confirmed):
+            steps[:2] = reversed(steps[:2])  # it may be the very renewal that the clock asks for
+        for step in steps:
+            if self.state.phase is not LeasePhase.OVER:
+                step()
         return self._flush(now)
 
     def next_deadline(self) -> float | None:
@@ -284,18 +290,22 @@ class Lease:
             self._give_up()
             return
         dead = self._connection_deadline()
-        if dead is not None and now >= dead:
+        if any(t is not None and now >= t for t in (dead, state.connect_at)):
             self._connect(now)
-        elif state.connect_at is not None and now >= state.connect_at:
-            self._connect(now)
-        if state.connected and state.sent_at is None and state.request_at is not None:
-            if now >= state.request_at:
-                self._request(now)
+        if (
+            state.connected
+            and state.sent_at is None
+            and state.request_at is not None
+            and now >= state.request_at
+        ):
+            self._request(now)
 
     def _connection_deadline(self) -> float | None:
         """When the connection, or the try to make one, is given up as dead."""
-        since = self.state.connecting_since if self.state.sent_at is None else self.state.sent_at
-        return None if since is None else since + self.terms.answer_limit_s
+        state = self.state
+        since = state.connecting_since if state.sent_at is None else state.sent_at
+        asking = state.phase is LeasePhase.ASKING
+        return None if since is None else since + (ASK_LIMIT_S / 3 if asking else self.terms.answer_limit_s)
 
     def _give_up(self) -> None:
         state = self.state
@@ -319,8 +329,11 @@ class Lease:
         self.state.give_up_at = now + ASK_LIMIT_S
         self._do(FreezeTree())
         self._do(Tell(word="frozen", message="This machine stood still past the end of its lease."))
-        # Whatever was in flight was sent before the pause: its answer proves nothing about now.
-        self._connect(now)
+        # A request in flight was sent before the pause: its answer proves nothing about now.
+        if self.state.connected:
+            self._request(now)
+        else:
+            self._connect(now)
 
     # --- what the store says --------------------------------------------------------------------
 
