@@ -1,0 +1,329 @@
+"""The coordinator: every run of one deployment, as the API, the members and the store see it.
+
+A plain class: `coordinator.actor` makes a Ray actor of it, tests use it as it is. It answers reads from the
+cores' states, turns wishes and reports into events for the gangs' drivers, and replies to a report only when
+what it changed is in the journal. After a crash, `start()` reads the journal and carries on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from coordinator import view
+from coordinator.core.effects import OrderMember
+from coordinator.core.events import (
+    BarrierOpened,
+    CancelRequested,
+    CoordinatorRecovered,
+    GangEvent,
+    LeaseLapsed,
+    MemberReport,
+    Now,
+    RunAccepted,
+)
+from coordinator.core.gang import GangCore
+from coordinator.core.gang_state import Gang
+from coordinator.fleet import Fleet
+from coordinator.gang_driver import GangDriver, StoreControl, real_now
+from coordinator.journal import Journal, RunRow
+from mesh.errors import ConflictError, NotFoundError, StorageError
+from mesh.ids import Epoch, Incarnation, RunUid, new_run_uid
+from mesh.messages import JoinOrder
+from mesh.plan import RunPlan
+from mesh.reasons import Reason
+from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
+from mesh.states import RunState
+
+RUNS_MAX = 10_000
+EVENTS_PAGE_MAX = 1_000
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Serves one deployment. One instance at a time (Ray sees to it).
+
+    Args:
+        journal: opened and closed by `start` and `stop`.
+        join_order: what a member is told; made by whoever knows the deployment's addresses.
+        deployment: facts for `status` that do not change.
+    """
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        fleet: Fleet,
+        store: StoreControl,
+        join_order: Callable[[RunPlan, OrderMember], JoinOrder],
+        deployment: Mapping[str, Any],
+        now: Callable[[], Now] = real_now,
+    ) -> None:
+        self._journal = journal
+        self._fleet = fleet
+        self._store = store
+        self._join_order = join_order
+        self._deployment = dict(deployment)
+        self._now = now
+        self._drivers: dict[RunUid, GangDriver] = {}
+        self._jobs: dict[RunUid, dict[str, Any]] = {}
+        self._driver_tasks: dict[RunUid, asyncio.Task[None]] = {}
+        self._names: dict[str, RunUid] = {}
+        self._news = asyncio.Event()
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Opens the journal, reads every run, and resumes what was under way."""
+        await self._journal.open()
+        for row in await self._journal.runs():
+            gang = Gang.from_record(row.record)
+            self._adopt(gang, row.job)
+            self._drivers[gang.uid].post(CoordinatorRecovered())
+
+    async def stop(self) -> None:
+        """Stops deciding; the gangs run on. Idempotent."""
+        self._is_stopping = True
+        self._news.set()
+        for task in self._driver_tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._driver_tasks.values(), return_exceptions=True)
+        await self._journal.close()
+
+    def _adopt(self, gang: Gang, job: dict[str, Any]) -> GangDriver:
+        driver = GangDriver(
+            GangCore(gang),
+            journal=self._journal,
+            fleet=self._fleet,
+            store=self._store,
+            join_order=lambda core, effect: self._join_order(core.gang.plan, effect),
+            on_events=self._tell_news,
+            now=self._now,
+        )
+        self._drivers[gang.uid] = driver
+        self._jobs[gang.uid] = job
+        self._names[gang.plan.name] = gang.uid
+        task = asyncio.create_task(driver.run(), name=f"{gang.plan.name}: driver")
+        self._driver_tasks[gang.uid] = task
+        task.add_done_callback(self._driver_ended)
+        return driver
+
+    def _driver_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            _log.critical("%s failed; the run stands still", task.get_name(), exc_info=task.exception())
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---- what users want (CoordinatorService) -----------------------------------------------------
+
+    async def submit(self, job: dict[str, Any], plan: dict[str, Any], request_id: str | None) -> Run:
+        """See `CoordinatorService.submit`."""
+        if self._is_stopping:
+            raise ConflictError("The deployment is being stopped.", hint="Start it again: mesh up")
+        if len(self._drivers) >= RUNS_MAX:
+            raise ConflictError(
+                f"The deployment holds {RUNS_MAX} runs.", hint="Delete ended ones: mesh delete RUN"
+            )
+        trouble = self._storage_trouble()
+        if trouble is not None:
+            raise StorageError(
+                f"New work is refused: {trouble}", hint="Free some space; running gangs are not touched."
+            )
+        now = self._now()
+        gang = Gang(uid=new_run_uid(), plan=RunPlan.from_record(plan), created_at=now.wall)
+        row = RunRow(uid=gang.uid, name=gang.plan.name, job=job, record=gang.to_record(), created_at=now.wall)
+        accepted = await self._journal.create_run(row, request_id=request_id)
+        if accepted.uid != gang.uid:
+            return await self._earlier_request(accepted)
+        driver = self._adopt(gang, job)
+        await driver.post_durably(RunAccepted())
+        return self._resource(driver)
+
+    async def _earlier_request(self, row: RunRow) -> Run:
+        driver = self._drivers.get(row.uid)
+        if driver is not None:
+            return self._resource(driver)
+        return view.run_resource(Gang.from_record(row.record), row.job, {})
+
+    async def get_run(self, name: str) -> Run:
+        """See `CoordinatorService.get_run`."""
+        return self._resource(self._driver(name))
+
+    async def list_runs(self, labels: Mapping[str, str]) -> list[Run]:
+        """See `CoordinatorService.list_runs`."""
+        return [self._resource(d) for d in self._by_age() if _has(self._run_labels(d), labels)]
+
+    async def cancel(self, name: str, reason: str) -> Run:
+        """See `CoordinatorService.cancel`."""
+        driver = self._driver(name)
+        why = Reason.CLIENT_INTERRUPTED if reason == Reason.CLIENT_INTERRUPTED else Reason.CANCELLED
+        message = "Cancelled: the client was interrupted." if why is not Reason.CANCELLED else reason
+        await driver.post_durably(CancelRequested(reason=why, message=message or "Cancelled by a user."))
+        return self._resource(driver)
+
+    async def delete(self, name: str) -> None:
+        """See `CoordinatorService.delete`."""
+        driver = self._driver(name)
+        if not driver.is_finished:
+            state = driver.core.gang.state
+            raise ConflictError(
+                f"Run '{name}' is {state}"
+                + (" and its machines are still being given back." if state.is_terminal else "."),
+                hint="Try again in a moment." if state.is_terminal else f"Stop it first: mesh cancel {name}",
+            )
+        await self._journal.delete_run(driver.uid, self._now().wall)
+        self._driver_tasks.pop(driver.uid).cancel()
+        del self._drivers[driver.uid], self._jobs[driver.uid], self._names[name]
+
+    async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
+        """See `CoordinatorService.list_attempts`."""
+        return [
+            attempt
+            for driver in self._by_age()
+            for attempt in view.attempt_resources(driver.core.gang)
+            if _has(attempt["labels"], labels)
+        ]
+
+    async def list_machines(self) -> list[Machine]:
+        """See `CoordinatorService.list_machines`."""
+        used_by = self.used_by()
+        return [
+            {
+                "name": facts.name,
+                "address": facts.address,
+                "labels": facts.labels,
+                "gpus": {"type": facts.gpu_type, "count": facts.gpu_count},
+                "state": "Lost" if not facts.is_alive else "InUse" if facts.name in used_by else "Ready",
+                "run": used_by.get(facts.name),
+            }
+            for facts in sorted(await self._fleet.machines(), key=lambda m: m.name)
+        ]
+
+    async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
+        """See `CoordinatorService.events`."""
+        uid = None if run is None else self._names.get(run, RunUid(run))
+        limit = max(1, min(limit, EVENTS_PAGE_MAX))
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            news = self._news
+            rows = await self._journal.events(after=after, uid=uid, limit=limit)
+            left_s = deadline - asyncio.get_running_loop().time()
+            if rows or left_s <= 0 or self._is_stopping:
+                return [view.event_resource(row) for row in rows]
+            try:
+                await asyncio.wait_for(news.wait(), timeout=left_s)
+            except TimeoutError:
+                return []
+
+    async def status(self) -> DeploymentStatus:
+        """See `CoordinatorService.status`."""
+        machines = {"Ready": 0, "InUse": 0, "Lost": 0}
+        for machine in await self.list_machines():
+            machines[machine["state"]] += 1
+        runs: dict[str, int] = {}
+        for driver in self._drivers.values():
+            state = str(driver.core.gang.state)
+            runs[state] = runs.get(state, 0) + 1
+        details = {k: v for k, v in self._deployment.items() if k not in ("version", "local")}
+        trouble = self._storage_trouble()
+        if trouble is not None:
+            details["journal"] = trouble
+        return {
+            "state": "Stopping" if self._is_stopping else "Ready",
+            "version": str(self._deployment.get("version", "")),
+            "local": bool(self._deployment.get("local", False)),
+            "machines": machines,
+            "runs": runs,
+            "details": details,
+        }
+
+    async def shutdown(self, wait_s: float) -> list[str]:
+        """Cancels every active run and waits, at most so long, until each is fenced and its machines are back.
+
+        Returns the names of the runs that were still not finished.
+        """
+        self._is_stopping = True
+        active = [d for d in self._drivers.values() if not d.is_finished]
+        for driver in active:
+            driver.post(CancelRequested(reason=Reason.CANCELLED, message="The deployment is being stopped."))
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while any(not d.is_finished for d in active):
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                break
+            news = self._news
+            try:
+                await asyncio.wait_for(news.wait(), timeout=min(left_s, 0.5))
+            except TimeoutError:
+                continue
+        return [d.core.gang.plan.name for d in active if not d.is_finished]
+
+    # ---- what members and the store say -----------------------------------------------------------
+
+    async def report(self, report: MemberReport) -> bool:
+        """A member's report. Returns True when it needs not be repeated: taken, or of no gang we know."""
+        driver = self._drivers.get(report.incarnation.run_uid)
+        if driver is not None:
+            await driver.post_durably(report)
+        return True
+
+    def barrier_opened(self, uid: RunUid, epoch: Epoch) -> None:
+        """The store opened a start barrier."""
+        self._post(uid, BarrierOpened(epoch=epoch))
+
+    def lease_lapsed(self, incarnation: Incarnation) -> None:
+        """The store declared a member lost."""
+        self._post(incarnation.run_uid, LeaseLapsed(incarnation=incarnation))
+
+    def _post(self, uid: RunUid, event: GangEvent) -> None:
+        driver = self._drivers.get(uid)
+        if driver is not None:
+            driver.post(event)
+
+    def live_gangs(self) -> list[Gang]:
+        """Gangs whose epoch is under way: what a store that was restarted has to be told."""
+        return [
+            d.core.gang
+            for d in self._drivers.values()
+            if d.core.gang.members
+            and not d.core.gang.state.is_terminal
+            and d.core.gang.state is not RunState.PENDING
+        ]
+
+    # ---- looking ----------------------------------------------------------------------------------
+
+    def _driver(self, name: str) -> GangDriver:
+        uid = self._names.get(name)
+        if uid is None:
+            raise NotFoundError(f"There is no run named '{name}'.", hint="See them all: mesh get runs")
+        return self._drivers[uid]
+
+    def _by_age(self) -> list[GangDriver]:
+        return sorted(self._drivers.values(), key=lambda d: (d.core.gang.created_at, d.uid))
+
+    def _resource(self, driver: GangDriver) -> Run:
+        return view.run_resource(driver.core.gang, self._jobs[driver.uid], {})
+
+    def _run_labels(self, driver: GangDriver) -> dict[str, str]:
+        plan = driver.core.gang.plan
+        return {view.JOB_LABEL: plan.name, **dict(plan.labels)}
+
+    def _storage_trouble(self) -> str | None:
+        return next((d.storage_trouble for d in self._drivers.values() if d.storage_trouble), None)
+
+    def used_by(self) -> dict[str, str]:
+        """Which run holds which machine."""
+        return {
+            holding.machine: driver.core.gang.plan.name
+            for driver in self._drivers.values()
+            for holding in driver.core.gang.holdings
+            if holding.until is None
+        }
+
+
+def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in wanted.items())

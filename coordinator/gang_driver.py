@@ -1,0 +1,313 @@
+"""The shell around one gang's core: one inbox, one driver task, one place that performs effects.
+
+Rules of this file:
+1. Only `run()` calls the core. Whoever wants something posts an event and may wait until it is durable.
+2. `Persist` is a barrier: while the journal cannot be written, nothing new is done for this gang; its
+   members run on, and what was decided is done when the journal can be written again.
+3. Effects run as guarded tasks that try again until they succeed or are overtaken; a batch's later effects
+   do not wait for its earlier ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, assert_never
+
+from coordinator.core.effects import (
+    Announcement,
+    CloseBarrier,
+    DismissMember,
+    FenceMember,
+    ForgetGang,
+    GangEffect,
+    OpenEpoch,
+    OrderMember,
+    Persist,
+    ReleaseMachines,
+    ReserveMachines,
+)
+from coordinator.core.events import (
+    BarrierClosed,
+    GangEvent,
+    MachinesReleased,
+    MachinesReserved,
+    MemberVanished,
+    Now,
+    ReservationWaiting,
+    TimePassed,
+)
+from coordinator.core.gang import GangCore
+from coordinator.fleet import Fleet, MemberGoneError, Shape
+from coordinator.journal import Journal
+from mesh.errors import MeshError, StorageError
+from mesh.ids import Epoch, Incarnation, RunUid, new_token
+from mesh.messages import FenceOrder, JoinOrder
+
+INBOX_MAX = 1024
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StoreControl(Protocol):
+    """What a gang wants from the rendezvous store. Every call may be repeated."""
+
+    async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int) -> None: ...
+
+    async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
+        """Returns whether the barrier had opened before it was closed."""
+        ...
+
+    async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...
+
+
+def real_now() -> Now:
+    """Both clocks, read together."""
+    return Now(mono=time.monotonic(), wall=time.time())
+
+
+@dataclass(slots=True)
+class _Letter:
+    event: GangEvent
+    durable: asyncio.Future[None] | None = field(default=None)
+
+
+class GangDriver:
+    """Drives one gang from its acceptance to its last machine's release.
+
+    Args:
+        core: the gang's core.
+        join_order: fills in what every member of this deployment is told besides its plan.
+        on_events: called after announcements became durable.
+    """
+
+    def __init__(
+        self,
+        core: GangCore,
+        *,
+        journal: Journal,
+        fleet: Fleet,
+        store: StoreControl,
+        join_order: Callable[[GangCore, OrderMember], JoinOrder],
+        on_events: Callable[[], None],
+        now: Callable[[], Now] = real_now,
+    ) -> None:
+        self.core = core
+        self._journal = journal
+        self._fleet = fleet
+        self._store = store
+        self._join_order = join_order
+        self._on_events = on_events
+        self._now = now
+        self._inbox: asyncio.Queue[_Letter] = asyncio.Queue(maxsize=INBOX_MAX)
+        self._tasks: dict[tuple[Any, ...], asyncio.Task[None]] = {}
+        self.storage_trouble: str | None = None
+        """What the journal said when it last refused to write; None while it works."""
+
+    @property
+    def uid(self) -> RunUid:
+        return self.core.gang.uid
+
+    def post(self, event: GangEvent) -> None:
+        """Puts an event in the inbox without waiting. Raises asyncio.QueueFull when it is full."""
+        self._inbox.put_nowait(_Letter(event))
+
+    async def post_durably(self, event: GangEvent) -> None:
+        """Returns when what the event changed is in the journal."""
+        letter = _Letter(event, asyncio.get_running_loop().create_future())
+        await self._inbox.put(letter)
+        assert letter.durable is not None
+        await letter.durable
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing is left to be done: ended, and every machine given back."""
+        gang = self.core.gang
+        return gang.state.is_terminal and not gang.release_pending
+
+    async def run(self) -> None:
+        """Handles events until the task is cancelled."""
+        try:
+            while True:
+                letters = await self._next_letters()
+                await self._handle(letters)
+        finally:
+            for task in list(self._tasks.values()):
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _next_letters(self) -> list[_Letter]:
+        """Everything that waits in the inbox; a TimePassed when a deadline comes first."""
+        deadline = self.core.next_deadline()
+        timeout_s = None if deadline is None else max(0.0, deadline - self._now().mono)
+        try:
+            async with asyncio.timeout(timeout_s):
+                letters = [await self._inbox.get()]
+        except TimeoutError:
+            return [_Letter(TimePassed())]
+        while not self._inbox.empty():
+            letters.append(self._inbox.get_nowait())
+        return letters
+
+    async def _handle(self, letters: list[_Letter]) -> None:
+        announcements: list[Announcement] = []
+        effects: list[GangEffect] = []
+        is_dirty = False
+        for letter in letters:
+            for effect in self.core.handle(letter.event, self._now()):
+                if isinstance(effect, Persist):
+                    is_dirty = True
+                    announcements.extend(effect.announcements)
+                else:
+                    effects.append(effect)
+        if is_dirty:
+            await self._persist(announcements)
+        for letter in letters:
+            if letter.durable is not None and not letter.durable.done():
+                letter.durable.set_result(None)
+        for effect in effects:
+            self._perform(effect)
+
+    async def _persist(self, announcements: list[Announcement]) -> None:
+        record = self.core.gang.to_record()
+        at = self._now().wall
+        for delay_s in _delays():
+            try:
+                await self._journal.commit(self.uid, record, announcements, at)
+            except StorageError as error:
+                if self.storage_trouble is None:
+                    _log.error("run %s: %s", self.core.gang.plan.name, error)
+                self.storage_trouble = error.message
+                await asyncio.sleep(delay_s)
+            else:
+                self.storage_trouble = None
+                self._on_events()
+                return
+
+    # ---- effects ----------------------------------------------------------------------------------
+
+    def _perform(self, effect: GangEffect) -> None:
+        match effect:
+            case ReserveMachines():
+                self._start(("reserve", effect.reservation), self._reserve(effect))
+            case ReleaseMachines():
+                self._stop(("reserve", effect.reservation))
+                self._start(("release", effect.reservation), self._release(effect))
+            case OpenEpoch():
+                self._start(
+                    ("open", effect.epoch),
+                    _persist_in(lambda: self._store.open_epoch(self.uid, effect.epoch, effect.size)),
+                )
+            case CloseBarrier():
+                self._start(("close", effect.epoch), self._close_barrier(effect))
+            case OrderMember():
+                self._start(("order", effect.incarnation), self._order(effect))
+            case FenceMember():
+                self._start(("fence", effect.incarnation), self._fence(effect))
+            case DismissMember():
+                self._stop(("order", effect.incarnation))
+                self._stop(("fence", effect.incarnation))
+                self._start(
+                    ("dismiss", effect.incarnation),
+                    _persist_in(lambda: self._fleet.dismiss(effect.incarnation)),
+                )
+            case ForgetGang():
+                self._start(
+                    ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
+                )
+            case Persist():
+                raise AssertionError("handled before")
+            case _:
+                assert_never(effect)
+
+    def _start(self, key: tuple[Any, ...], work: Coroutine[Any, Any, None]) -> None:
+        """The one maker of background tasks here: named, guarded, one per key."""
+        if key in self._tasks:
+            work.close()  # the same thing is being done already
+            return
+        task = asyncio.create_task(work, name=f"{self.core.gang.plan.name}: {key[0]} {key[1]}")
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._ended(key, done))
+
+    def _ended(self, key: tuple[Any, ...], task: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    def _stop(self, key: tuple[Any, ...]) -> None:
+        task = self._tasks.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    async def _reserve(self, effect: ReserveMachines) -> None:
+        shape = Shape(nodes=effect.nodes, gpus_per_node=effect.gpus_per_node, gpu_types=effect.gpu_types)
+
+        def tell(why: str) -> None:
+            self.post(ReservationWaiting(reservation=effect.reservation, why=why))
+
+        placements = await _insist(
+            lambda: self._fleet.reserve(self.uid, effect.reservation, shape, on_waiting=tell)
+        )
+        tokens = tuple(new_token() for _ in placements)
+        await self._inbox.put(
+            _Letter(MachinesReserved(reservation=effect.reservation, placements=placements, tokens=tokens))
+        )
+
+    async def _release(self, effect: ReleaseMachines) -> None:
+        dismissals = [task for key, task in self._tasks.items() if key[0] == "dismiss"]
+        if dismissals:  # an actor that still ends would be cut off by the loss of its placement
+            await asyncio.wait(dismissals, timeout=RETRY_MAX_S)
+        await _insist(lambda: self._fleet.release(self.uid, effect.reservation))
+        await self._inbox.put(_Letter(MachinesReleased(reservation=effect.reservation)))
+
+    async def _close_barrier(self, effect: CloseBarrier) -> None:
+        was_open = await _insist(lambda: self._store.close_barrier(self.uid, effect.epoch))
+        await self._inbox.put(_Letter(BarrierClosed(epoch=effect.epoch, was_open=was_open)))
+
+    async def _order(self, effect: OrderMember) -> None:
+        order = self._join_order(self.core, effect)
+        await self._tell_member(effect.incarnation, lambda: self._fleet.order(order, effect.reservation))
+
+    async def _fence(self, effect: FenceMember) -> None:
+        order = FenceOrder(incarnation=effect.incarnation, grace_s=effect.grace_s)
+        await self._tell_member(effect.incarnation, lambda: self._fleet.fence(order))
+
+    async def _tell_member(self, incarnation: Incarnation, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await _insist(call)
+        except MemberGoneError as error:
+            await self._inbox.put(_Letter(MemberVanished(incarnation=incarnation, message=error.message)))
+
+
+def _delays() -> Iterator[float]:
+    """Endless waits in seconds: doubling up to a limit."""
+    delay_s = RETRY_FIRST_S
+    while True:
+        yield delay_s
+        delay_s = min(RETRY_MAX_S, delay_s * 2)
+
+
+async def _insist(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeats the call while what it raises may pass. The caller's cancellation ends it."""
+    for delay_s in _delays():
+        try:
+            return await call()
+        except MeshError as error:
+            if not error.retryable:
+                raise
+            _log.warning("trying again in %.1f s: %s", delay_s, error)
+        await asyncio.sleep(delay_s)
+    raise AssertionError("the delays are endless")
+
+
+async def _persist_in(call: Callable[[], Awaitable[None]]) -> None:
+    """`_insist` for calls without a result."""
+    await _insist(call)

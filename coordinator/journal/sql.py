@@ -1,0 +1,242 @@
+"""The journal in SQL: SQLite (WAL, every commit synced) or PostgreSQL, through SQLAlchemy's async core.
+
+SQLite's `synchronous=FULL` is what makes a commit in WAL mode survive the loss of power
+(https://www.sqlite.org/pragma.html#pragma_synchronous).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from coordinator.core.effects import Announcement
+from coordinator.journal.base import EventRow, RunRow
+from mesh.errors import ConflictError, StorageError
+from mesh.ids import RunUid
+from mesh.reasons import Reason
+
+SCHEMA_VERSION = 1
+
+_metadata = sa.MetaData()
+
+_meta = sa.Table(
+    "meta",
+    _metadata,
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+
+_runs = sa.Table(
+    "runs",
+    _metadata,
+    sa.Column("uid", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("request_id", sa.Text, unique=True),
+    sa.Column("job", sa.Text, nullable=False),
+    sa.Column("record", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("deleted_at", sa.Float),
+)
+_is_live = _runs.c.deleted_at.is_(None)
+sa.Index("runs_live_name", _runs.c.name, unique=True, sqlite_where=_is_live, postgresql_where=_is_live)
+
+_events = sa.Table(
+    "events",
+    _metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("uid", sa.Text, nullable=False, index=True),
+    sa.Column("run", sa.Text, nullable=False),
+    sa.Column("epoch", sa.Integer, nullable=False),
+    sa.Column("rank", sa.Integer),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("reason", sa.Text),
+    sa.Column("message", sa.Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+
+class SqlJournal:
+    """A `Journal` behind a database URL.
+
+    Args:
+        url: `sqlite+aiosqlite:///path`, `sqlite:///path`, `postgresql://…` or `postgresql+asyncpg://…`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = _async_url(url)
+        self._engine: AsyncEngine | None = None
+        self._is_sqlite = self._url.get_backend_name() == "sqlite"
+
+    async def open(self) -> None:
+        if self._is_sqlite:
+            # One connection: SQLite has one writer anyway, and reads here are short.
+            self._engine = create_async_engine(self._url, poolclass=sa.StaticPool)
+            sa.event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
+        else:
+            self._engine = create_async_engine(self._url, pool_pre_ping=True)
+        async with self._transaction() as connection:
+            await connection.run_sync(_metadata.create_all)
+            found = (
+                await connection.execute(sa.select(_meta.c.value).where(_meta.c.key == "schema"))
+            ).scalar()
+            if found is None:
+                await connection.execute(_meta.insert().values(key="schema", value=str(SCHEMA_VERSION)))
+            elif int(found) != SCHEMA_VERSION:
+                raise StorageError(
+                    f"The journal has schema {found}; this version reads schema {SCHEMA_VERSION}.",
+                    hint="Use the version of gangmesh that wrote it, or another state folder.",
+                    reason=Reason.STATE_NOT_WRITABLE,
+                )
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.dispose()
+            self._engine = None
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction; what the database cannot do becomes a StorageError."""
+        if self._engine is None:
+            raise StorageError("The journal is not open.", reason=Reason.INTERNAL)
+        try:
+            async with self._engine.begin() as connection:
+                yield connection
+        except IntegrityError:
+            raise
+        except DBAPIError as error:
+            raise _storage_error(error.orig or error) from error
+        except (SQLAlchemyError, OSError) as error:
+            raise _storage_error(error) from error
+
+    async def create_run(self, row: RunRow, *, request_id: str | None) -> RunRow:
+        try:
+            async with self._transaction() as connection:
+                if request_id is not None:
+                    earlier = (
+                        await connection.execute(sa.select(_runs).where(_runs.c.request_id == request_id))
+                    ).first()
+                    if earlier is not None:
+                        return _run_row(earlier)
+                await connection.execute(
+                    _runs.insert().values(
+                        uid=row.uid,
+                        name=row.name,
+                        request_id=request_id,
+                        job=json.dumps(row.job),
+                        record=json.dumps(row.record),
+                        created_at=row.created_at,
+                    )
+                )
+        except IntegrityError as error:
+            raise ConflictError(
+                f"There is a run named '{row.name}' already.",
+                hint=f"Choose another --name, or remove it first: mesh delete {row.name}",
+                reason=Reason.ALREADY_EXISTS,
+                name=row.name,
+            ) from error
+        return row
+
+    async def commit(
+        self, uid: RunUid, record: dict[str, Any], announcements: Sequence[Announcement], at: float
+    ) -> None:
+        async with self._transaction() as connection:
+            await connection.execute(
+                _runs.update().where(_runs.c.uid == uid).values(record=json.dumps(record))
+            )
+            if announcements:
+                await connection.execute(
+                    _events.insert(),
+                    [
+                        {
+                            "at": at,
+                            "uid": uid,
+                            "run": record["plan"]["name"],
+                            "epoch": a.epoch,
+                            "rank": a.rank,
+                            "kind": a.kind,
+                            "reason": None if a.reason is None else str(a.reason),
+                            "message": a.message,
+                        }
+                        for a in announcements
+                    ],
+                )
+
+    async def runs(self) -> list[RunRow]:
+        async with self._transaction() as connection:
+            query = sa.select(_runs).where(_is_live).order_by(_runs.c.created_at, _runs.c.uid)
+            return [_run_row(row) for row in await connection.execute(query)]
+
+    async def delete_run(self, uid: RunUid, at: float) -> None:
+        async with self._transaction() as connection:
+            await connection.execute(_runs.update().where(_runs.c.uid == uid).values(deleted_at=at))
+            await connection.execute(_events.delete().where(_events.c.uid == uid))
+
+    async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:
+        query = sa.select(_events).where(_events.c.seq > after).order_by(_events.c.seq).limit(limit)
+        if uid is not None:
+            query = query.where(_events.c.uid == uid)
+        async with self._transaction() as connection:
+            return [
+                EventRow(
+                    seq=r.seq,
+                    at=r.at,
+                    uid=RunUid(r.uid),
+                    run=r.run,
+                    epoch=r.epoch,
+                    rank=r.rank,
+                    kind=r.kind,
+                    reason=r.reason,
+                    message=r.message,
+                )
+                for r in await connection.execute(query)
+            ]
+
+
+def _async_url(text: str) -> sa.URL:
+    url = sa.make_url(text)
+    driver = {
+        "sqlite": "sqlite+aiosqlite",
+        "postgresql": "postgresql+asyncpg",
+        "postgres": "postgresql+asyncpg",
+    }
+    if url.drivername in driver:
+        url = url.set(drivername=driver[url.drivername])
+    return url
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _run_row(row: Any) -> RunRow:
+    return RunRow(
+        uid=RunUid(row.uid),
+        name=row.name,
+        job=json.loads(row.job),
+        record=json.loads(row.record),
+        created_at=row.created_at,
+    )
+
+
+def _storage_error(error: BaseException) -> StorageError:
+    text = str(error)
+    if "full" in text or "No space" in text:
+        return StorageError(
+            f"The journal cannot be written: {text}.",
+            hint="Free some space on the disk that holds the state folder; nothing was accepted meanwhile.",
+        )
+    return StorageError(
+        f"The journal cannot be used: {text}.",
+        hint="Check the database given with --db, or the state folder.",
+        reason=Reason.STATE_NOT_WRITABLE,
+    )
