@@ -63,9 +63,12 @@ class MeshError(Exception):
             reason = Reason(data.get("reason", ""))
         except ValueError:
             reason = error_class.default_reason
-        details = data.get("details") or {}
         return _rebuild(
-            error_class, str(data.get("message", "")), str(data.get("hint", "")), reason, dict(details)
+            error_class,
+            str(data.get("message") or ""),
+            str(data.get("hint") or ""),
+            reason,
+            _known_details(data.get("details")),
         )
 
     @classmethod
@@ -80,7 +83,21 @@ class MeshError(Exception):
 def _rebuild(
     error_class: type[MeshError], message: str, hint: str, reason: Reason, details: dict[str, Detail]
 ) -> MeshError:
-    return error_class(message, hint=hint, reason=reason, **details)
+    error = error_class(message, hint=hint, reason=reason)
+    # Not as keywords: a detail that came over the wire may have the name of a parameter.
+    error.details.update(details)
+    return error
+
+
+def _known_details(sent: Any) -> dict[str, Detail]:
+    """What a peer sent as details, without whatever is none: a peer may be of another version, or no peer at all."""
+    if not isinstance(sent, dict):
+        return {}
+    return {
+        str(name): value
+        for name, value in sent.items()
+        if value is None or isinstance(value, str | int | float | bool)
+    }
 
 
 def _by_name(name: str) -> type[MeshError]:
