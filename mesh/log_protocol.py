@@ -114,7 +114,7 @@ def to_frame(message: FromShipper | FromSink) -> list[Any]:
 def from_shipper(frame: Any) -> FromShipper:
     """What a shipper said. Raises RemoteProtocolError for anything that it cannot say."""
     match frame:
-        case ["data", int(offset), bytes(records)] if _is_offset(offset) and 0 < len(records):
+        case ["data", int(offset), bytes(records)] if _is_offset(offset) and len(records) > 0:
             if len(records) > CHUNK_BYTES_MAX:
                 raise RemoteProtocolError(f"The log shipper sent {len(records)} bytes in one frame.")
             return Data(offset=offset, records=records)
