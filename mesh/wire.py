@@ -16,6 +16,8 @@ from mesh.errors import LocalProtocolError, RemoteProtocolError
 
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _HEADER = struct.Struct(">I")
+# TypeError: a map whose key cannot be hashed. OverflowError: a timestamp beyond what the platform counts.
+_UNPACK_ERRORS = (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException, RecursionError)
 _packer = msgpack.Packer(use_bin_type=True, autoreset=True)
 
 
@@ -46,11 +48,18 @@ class FrameParser:
         self._broken = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Any]:
-        """Yields every message that is whole by now. Raises RemoteProtocolError on garbage."""
+        """Takes the bytes at once; the iterator gives every message that is whole by now.
+
+        One iterator at a time: finish or drop it before the next `feed`. What a dropped one had not given yet
+        is given by the next. Raises RemoteProtocolError on garbage.
+        """
         if self._broken:
             raise RemoteProtocolError("This stream sent garbage before and is not read any more.")
+        self._buffer += data
+        return self._messages()
+
+    def _messages(self) -> Iterator[Any]:
         buffer = self._buffer
-        buffer += data
         position = 0
         size = len(buffer)
         try:
@@ -66,7 +75,7 @@ class FrameParser:
                 body = memoryview(buffer)[position + 4 : end]
                 try:
                     message = msgpack.unpackb(body, raw=False, strict_map_key=False)
-                except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+                except _UNPACK_ERRORS as error:
                     raise RemoteProtocolError(
                         f"The peer sent a frame that is not msgpack: {error}."
                     ) from error
