@@ -1,0 +1,92 @@
+"""The layers hold: mesh <- agents <- coordinator, and the cores import vocabulary only (pyproject, importlinter)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("mesh", "agents", "coordinator")
+CORES = ("coordinator/core", "agents/core", "mesh/store/state.py")
+SUPERVISOR_SIDE = ("agents/supervisor.py", "agents/process_tree.py", "agents/spool.py")
+
+
+def modules(*where: str) -> list[Path]:
+    found: list[Path] = []
+    for place in where:
+        path = ROOT / place
+        found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level packages that a file imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(str(node.module).partition(".")[0])
+    return names
+
+
+def test_the_contracts_of_import_linter_are_kept() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])",
+    ]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("path", modules(*CORES), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_core_imports_nothing_that_acts_not_even_inside_a_function(path: Path) -> None:
+    pure = {
+        "__future__",
+        "abc",
+        "collections",
+        "dataclasses",
+        "enum",
+        "functools",
+        "itertools",
+        "math",
+        "heapq",
+    }
+    pure |= {
+        "typing",
+        "types",
+        "operator",
+        "bisect",
+        "copy",
+        "re",
+        "string",
+        "textwrap",
+        "json",
+        "hashlib",
+        *PACKAGES,
+    }
+    assert imported(path) - pure == set()
+
+
+@pytest.mark.parametrize("path", modules(*SUPERVISOR_SIDE), ids=lambda p: p.name)
+def test_what_the_supervisor_runs_is_of_the_standard_library(path: Path) -> None:
+    siblings = {Path(place).stem for place in SUPERVISOR_SIDE}
+    assert imported(path) - set(sys.stdlib_module_names) - siblings == set()
+
+
+def test_ray_and_torch_are_imported_only_where_that_is_the_modules_business() -> None:
+    users = {
+        str(path.relative_to(ROOT)): imported(path) & {"ray", "torch"}
+        for path in modules(*PACKAGES)
+        if imported(path) & {"ray", "torch"}
+    }
+    assert not [place for place, names in users.items() if "torch" in names], (
+        "the control plane needs no torch"
+    )
+    assert not [place for place in users if place.startswith("mesh/")], "the common language needs no ray"
