@@ -20,7 +20,6 @@ from coordinator.core.events import (
     CoordinatorRecovered,
     GangEvent,
     LeaseLapsed,
-    MemberReport,
     Now,
     RunAccepted,
 )
@@ -31,7 +30,7 @@ from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
 from mesh.errors import ConflictError, NotFoundError, StorageError
 from mesh.ids import Epoch, Incarnation, RunUid, new_run_uid
-from mesh.messages import JoinOrder
+from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run

@@ -1,0 +1,244 @@
+"""The fleet of a Ray cluster: machines are nodes, a reservation is a placement group, a member an actor.
+
+Rules of this file:
+1. All of Ray's untyped surface that the coordinator uses is here and in `coordinator.actor`.
+2. Ray's calls block: each runs in a thread, and a reservation's creation is never cut in half by a
+   cancellation (`release` waits for it).
+3. Placement groups return bundle by bundle after a node's death; nothing here relies on that: a
+   reservation lives for one assembly, and the core decides when it is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agents.node import MemberNode
+from coordinator.core.events import Placement
+from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
+from mesh.errors import MeshTimeoutError, PlacementError, TransportError
+from mesh.ids import Incarnation, MachineName, RunUid
+from mesh.messages import FenceOrder, JoinOrder, MemberStatus
+
+MACHINE_LABEL = "gangmesh.machine"
+GPU_TYPE_LABEL = "gangmesh.gpu-type"
+SLOT_RESOURCE = "gangmesh_slot"
+"""Every machine has one: a machine serves one member at a time."""
+
+MEMBER_CALL_TIMEOUT_S = 60.0
+LEAVE_TIMEOUT_S = 3.0
+REMOVAL_POLL_S = 0.02
+REMOVAL_TIMEOUT_S = 30.0
+WAITING_NOTICE_S = 1
+"""How long a reservation may take before its run says why it waits (whole seconds: Ray takes no less)."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    uid: RunUid
+    reservation: int
+
+    @property
+    def name(self) -> str:
+        return f"gang-{self.uid}-{self.reservation}"
+
+
+class RayFleet:
+    """A `Fleet` over the Ray cluster that this process is connected to.
+
+    Args:
+        namespace: where the members' actors are named.
+        member_config: what every MemberNode is constructed with; its machine is added.
+        used_by: which run holds which machine, for the sentence on why a run waits.
+    """
+
+    def __init__(
+        self, *, namespace: str, member_config: Mapping[str, Any], used_by: Callable[[], dict[str, str]]
+    ) -> None:
+        self._namespace = namespace
+        self._member_config = dict(member_config)
+        self._used_by = used_by
+        self._creating: dict[_Key, asyncio.Task[PlacementGroup]] = {}
+
+    async def machines(self) -> list[MachineFacts]:
+        nodes = await asyncio.to_thread(ray.nodes)
+        return [_facts(node) for node in nodes if MACHINE_LABEL in node.get("Labels", {})]
+
+    # ---- reservations -----------------------------------------------------------------------------
+
+    async def reserve(
+        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[str], None]
+    ) -> tuple[Placement, ...]:
+        key = _Key(uid, reservation)
+        creation = self._creating.get(key)
+        if creation is None:
+            creation = asyncio.create_task(asyncio.to_thread(_find_or_create_group, key, shape))
+            self._creating[key] = creation
+            creation.add_done_callback(lambda _: self._creating.pop(key, None))
+        group = await asyncio.shield(creation)
+        while not await asyncio.to_thread(group.wait, WAITING_NOTICE_S):
+            on_waiting(why_waiting(shape, await self.machines(), self._used_by()))
+        return await self._placements(group)
+
+    async def _placements(self, group: PlacementGroup) -> tuple[Placement, ...]:
+        table = await asyncio.to_thread(placement_group_table, group)
+        nodes = {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
+        placements = []
+        for index in sorted(table["bundles_to_node_id"], key=int):
+            node = nodes.get(table["bundles_to_node_id"][index])
+            if node is None or not node["Alive"]:
+                raise PlacementError("A machine was lost while it was being reserved.")
+            facts = _facts(node)
+            placements.append(Placement(machine=facts.name, address=facts.address))
+        return tuple(placements)
+
+    async def release(self, uid: RunUid, reservation: int) -> None:
+        key = _Key(uid, reservation)
+        creation = self._creating.get(key)
+        if creation is not None:
+            await asyncio.wait([creation])
+        group = await asyncio.to_thread(_find_group, key)
+        if group is None:
+            return
+        await asyncio.to_thread(remove_placement_group, group)
+        try:
+            async with asyncio.timeout(REMOVAL_TIMEOUT_S):
+                while not await asyncio.to_thread(_is_removed, group):
+                    await asyncio.sleep(REMOVAL_POLL_S)
+        except TimeoutError:
+            raise MeshTimeoutError(
+                f"Ray has not confirmed the release of {key.name}.", timeout_s=REMOVAL_TIMEOUT_S
+            ) from None
+
+    # ---- members ----------------------------------------------------------------------------------
+
+    async def order(self, order: JoinOrder, reservation: int) -> None:
+        incarnation = order.incarnation
+        group = await asyncio.to_thread(_find_group, _Key(incarnation.run_uid, reservation))
+        if group is None:
+            raise MemberGoneError(f"The reservation of {order.machine} is gone.")
+        handle = await asyncio.to_thread(self._create_member, order, group)
+        await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
+
+    def _create_member(self, order: JoinOrder, group: PlacementGroup) -> Any:
+        config = {**self._member_config, "machine": str(order.machine)}
+        return MemberNode.options(
+            name=_actor_name(order.incarnation),
+            namespace=self._namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=int(order.incarnation.rank)
+            ),
+        ).remote(config)
+
+    async def fence(self, order: FenceOrder) -> None:
+        handle = await self._member(order.incarnation)
+        await _call(handle.fence.remote(order), f"rank {order.incarnation.rank}")
+
+    async def member_status(self, incarnation: Incarnation) -> MemberStatus:
+        handle = await self._member(incarnation)
+        status: MemberStatus = await _call(handle.status.remote(), f"rank {incarnation.rank}")
+        return status
+
+    async def dismiss(self, incarnation: Incarnation) -> None:
+        try:
+            handle = await self._member(incarnation)
+        except MemberGoneError:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await handle.leave.remote()
+        except (TimeoutError, RayError) as error:
+            _log.info("rank %s did not leave by itself: %s", incarnation.rank, type(error).__name__)
+        await asyncio.to_thread(_kill, handle)
+
+    async def _member(self, incarnation: Incarnation) -> Any:
+        try:
+            return await asyncio.to_thread(ray.get_actor, _actor_name(incarnation), self._namespace)
+        except ValueError:
+            raise MemberGoneError(f"There is no actor for rank {incarnation.rank}.") from None
+
+
+def _actor_name(incarnation: Incarnation) -> str:
+    return f"member-{incarnation}"
+
+
+async def _call(reference: Any, who: str) -> Any:
+    """Awaits a member's answer; Ray's exceptions become ours."""
+    try:
+        async with asyncio.timeout(MEMBER_CALL_TIMEOUT_S):
+            return await reference
+    except ActorUnavailableError as error:
+        raise TransportError(f"{who} cannot be reached: {error}.", rank=who) from error
+    except (ActorDiedError, RayActorError) as error:
+        raise MemberGoneError(f"The agent of {who} is dead.", rank=who) from error
+    except (TimeoutError, GetTimeoutError) as error:
+        raise MeshTimeoutError(
+            f"The agent of {who} did not answer.", timeout_s=MEMBER_CALL_TIMEOUT_S
+        ) from error
+
+
+def _facts(node: Mapping[str, Any]) -> MachineFacts:
+    labels = dict(node["Labels"])
+    return MachineFacts(
+        name=MachineName(labels[MACHINE_LABEL]),
+        address=node["NodeManagerAddress"],
+        labels={k: v for k, v in labels.items() if not k.startswith(("ray.io/", "gangmesh."))},
+        gpu_type=labels.get(GPU_TYPE_LABEL),
+        gpu_count=int(node["Resources"].get("GPU", 0)) if node["Alive"] else 0,
+        is_alive=bool(node["Alive"]),
+    )
+
+
+def _find_group(key: _Key) -> PlacementGroup | None:
+    try:
+        group = get_placement_group(key.name)
+    except ValueError:
+        return None
+    return None if _is_removed(group) else group
+
+
+def _is_removed(group: PlacementGroup) -> bool:
+    return placement_group_table(group).get("state", "REMOVED") == "REMOVED"
+
+
+def _find_or_create_group(key: _Key, shape: Shape) -> PlacementGroup:
+    found = _find_group(key)
+    if found is not None:
+        return found
+    bundle: dict[str, float] = {SLOT_RESOURCE: 1}
+    if shape.gpus_per_node:
+        bundle["GPU"] = shape.gpus_per_node
+    selector: list[dict[str, str]] | None = None
+    if shape.gpus_per_node and shape.gpu_types:
+        selector = [{GPU_TYPE_LABEL: f"in({','.join(shape.gpu_types)})"} for _ in range(shape.nodes)]
+    return placement_group(
+        [dict(bundle) for _ in range(shape.nodes)],
+        strategy="STRICT_SPREAD",
+        name=key.name,
+        lifetime="detached",
+        bundle_label_selector=selector,
+    )
+
+
+def _kill(handle: Any) -> None:
+    ray.kill(handle, no_restart=True)

@@ -1,0 +1,188 @@
+"""Transcripts: whole lives of a gang as text that a person can read, and that the core must reproduce.
+
+A line that starts with `>` is an event; the indented lines below it are what the core answered: what it
+announced, what it wants done, and the state when it changed. `#` lines are prose. Time stands still except
+in `> after SECONDS`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from coordinator.core import effects as do
+from coordinator.core import events as ev
+from coordinator.core.gang import GangCore
+from coordinator.core.gang_state import Gang
+from mesh import messages as msg
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
+from mesh.plan import RunPlan
+from mesh.reasons import Reason
+from mesh.states import RunState
+
+UID = RunUid("00000000000000aa")
+
+
+class Player:
+    """Plays the events of one transcript against a fresh core."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.now = ev.Now(mono=1000.0, wall=5000.0)
+        self.core = GangCore(Gang(uid=UID, plan=plan, created_at=5000.0), validate=True)
+        self._state: RunState | None = None
+
+    def play(self, line: str) -> list[str]:
+        """Performs one event line (without its `>`); returns the answer's lines."""
+        word, *arguments = line.split()
+        if word == "crash":
+            record = json.loads(json.dumps(self.core.gang.to_record()))
+            self.core = GangCore(Gang.from_record(record), validate=True)
+            event: ev.GangEvent = ev.CoordinatorRecovered()
+        elif word == "after":
+            seconds = float(arguments[0])
+            self.now = ev.Now(mono=self.now.mono + seconds, wall=self.now.wall + seconds)
+            event = ev.TimePassed()
+        else:
+            event = self._event(word, arguments)
+        return self._tell(self.core.handle(event, self.now))
+
+    def _event(self, word: str, arguments: list[str]) -> ev.GangEvent:
+        gang = self.core.gang
+        options = dict(a.split("=", 1) for a in arguments if "=" in a)
+        plain = [a for a in arguments if "=" not in a]
+        epoch = Epoch(int(options.get("epoch", gang.epoch)))
+        reservation = int(options.get("reservation", gang.reservation))
+        match word:
+            case "accepted":
+                return ev.RunAccepted()
+            case "waiting":
+                return ev.ReservationWaiting(reservation=reservation, why=" ".join(plain))
+            case "reserved":
+                return ev.MachinesReserved(
+                    reservation=reservation,
+                    placements=tuple(
+                        ev.Placement(machine=MachineName(m), address=f"10.0.0.{i + 1}")
+                        for i, m in enumerate(plain)
+                    ),
+                    tokens=tuple(IncarnationToken(f"t{gang.epoch + 1}{i}") for i in range(len(plain))),
+                )
+            case "released":
+                return ev.MachinesReleased(reservation=reservation)
+            case "opened":
+                return ev.BarrierOpened(epoch=epoch)
+            case "closed":
+                return ev.BarrierClosed(epoch=epoch, was_open=plain == ["open"])
+            case "cancel":
+                return ev.CancelRequested(reason=Reason.CANCELLED, message="Cancelled by a user.")
+        incarnation = self._incarnation(int(plain[0]), epoch)
+        if word == "lapsed":
+            return ev.LeaseLapsed(incarnation=incarnation)
+        if word == "vanished":
+            return ev.MemberVanished(incarnation=incarnation, message="its agent died.")
+        return self._report(word, plain, options, incarnation)
+
+    def _report(
+        self, word: str, plain: list[str], options: dict[str, str], incarnation: Incarnation
+    ) -> msg.MemberReport:
+        at = self.now.wall + float(options.get("at", 0))
+        match word:
+            case "registered":
+                return msg.MemberRegistered(
+                    incarnation=incarnation, at=at, machine=MachineName("m"), address="10.0.0.9"
+                )
+            case "arrived":
+                return msg.MemberArrived(incarnation=incarnation, at=at)
+            case "unprepared":
+                return msg.MemberPreparationFailed(
+                    incarnation=incarnation, at=at, reason=Reason.PREPARATION_FAILED, message="disk full."
+                )
+            case "started":
+                return msg.MemberStarted(incarnation=incarnation, at=at, pid=100, master_port=29500)
+            case "unstarted":
+                return msg.MemberStartFailed(
+                    incarnation=incarnation, at=at, reason=Reason.COMMAND_NOT_FOUND, message="no 'trian'."
+                )
+            case "exited":
+                worker = options.get("worker")
+                return msg.MemberExited(
+                    incarnation=incarnation,
+                    at=at,
+                    exit=_exit(plain[1]),
+                    evidence=msg.CauseEvidence(
+                        exit=None if worker is None else _exit(worker), blames_peer="peer" in plain
+                    ),
+                )
+            case "fenced":
+                return msg.MemberFenced(incarnation=incarnation, at=at)
+            case "unfenced":
+                return msg.MemberFenceFailed(
+                    incarnation=incarnation, at=at, message="process 7 does not die.", pids=(7,)
+                )
+        raise ValueError(f"no such event: {word}")
+
+    def _incarnation(self, rank: int, epoch: Epoch) -> Incarnation:
+        member = self.core.gang.members.get(Rank(rank))
+        token = IncarnationToken(f"t{epoch}{rank}") if member is None else member.incarnation.token
+        return Incarnation(run_uid=UID, epoch=epoch, rank=Rank(rank), token=token)
+
+    def _tell(self, effects: list[do.GangEffect]) -> list[str]:
+        lines = []
+        for effect in effects:
+            if isinstance(effect, do.Persist):
+                lines += [f"    says {a.kind}: {a.message}" for a in effect.announcements]
+            else:
+                lines.append(f"    does {_effect_text(effect)}")
+        state = self.core.gang.state
+        if state is not self._state:
+            self._state = state
+            lines.append(f"    is {state}, epoch {self.core.gang.epoch}")
+        return lines or ["    nothing"]
+
+
+def _exit(text: str) -> msg.ProcessExit:
+    if text.startswith("signal"):
+        return msg.ProcessExit(signal=int(text.removeprefix("signal")))
+    return msg.ProcessExit(code=int(text))
+
+
+def _effect_text(effect: do.GangEffect) -> str:
+    name = type(effect).__name__
+    match effect:
+        case do.ReserveMachines() | do.ReleaseMachines():
+            return f"{name} reservation {effect.reservation}"
+        case do.OrderMember() | do.FenceMember() | do.DismissMember():
+            return f"{name} rank {effect.incarnation.rank} of epoch {effect.incarnation.epoch}"
+        case do.OpenEpoch() | do.CloseBarrier() | do.ForgetGang():
+            return f"{name} epoch {effect.epoch}"
+        case _:
+            raise AssertionError(effect)
+
+
+def replay(text: str) -> str:
+    """The transcript as the core answers it today."""
+    player: Player | None = None
+    out = []
+    for line in text.splitlines():
+        if line.startswith("plan"):
+            options = dict(a.split("=", 1) for a in line.split()[1:])
+            player = Player(
+                RunPlan(
+                    name=RunName("demo"),
+                    command=("true",),
+                    nodes=int(options["nodes"]),
+                    max_assembly_retries=int(options.get("retries", 2)),
+                )
+            )
+            out.append(line)
+        elif line.startswith(">"):
+            assert player is not None, "a transcript begins with its plan"
+            out.append(line)
+            out += player.play(line[1:])
+        elif not line.startswith("    "):
+            out.append(line)
+    return "\n".join(out) + "\n"
+
+
+def transcripts() -> list[Path]:
+    """Every transcript there is."""
+    return sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
