@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from coordinator.api.failures import Handler
 from mesh.errors import AuthenticationError
@@ -16,7 +17,7 @@ WHERE_TOKENS_ARE = (
 )
 
 
-def bearer_middleware(token: str) -> object:
+def bearer_middleware(token: str) -> Middleware:
     """A middleware that lets only requests with this token pass. An empty token is refused."""
     if not token:
         raise AuthenticationError("An API without a token would be open to everyone on this machine.")

@@ -1,0 +1,136 @@
+"""The deployment itself: version, status, machines, and this API's own description."""
+
+from __future__ import annotations
+
+from collections import Counter
+from http import HTTPStatus
+
+from aiohttp import web
+from typing_extensions import TypedDict
+
+from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Query, read_json
+from coordinator.api.retry import ask
+from mesh.errors import DeploymentError, SpecError
+from mesh.reasons import Reason
+from mesh.resources import DeploymentStatus, Machine, VersionInfo
+from mesh.selectors import machine_labels, parse_selector
+
+API_VERSION = "nodus.dev/v1"
+SELECTOR = Parameter(
+    name="labelSelector",
+    kind="string",
+    text="Conditions on labels, all of which must hold: `key=value,key!=value`.",
+)
+MACHINES_LARGEST = 64
+
+
+class MachineList(TypedDict):
+    """All machines, by name."""
+
+    machines: list[Machine]
+
+
+class GrowRequest(TypedDict):
+    """How many machines there shall be in all."""
+
+    count: int
+
+
+async def get_version(request: web.Request, query: Query) -> web.StreamResponse:
+    facts = request.app[CONTEXT].facts()
+    return web.json_response({"version": str(facts.get("version", "")), "api": API_VERSION})
+
+
+async def get_status(request: web.Request, query: Query) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    details = await ask(context.service.status)
+    machines = await ask(context.service.list_machines)
+    runs = await ask(lambda: context.service.list_runs({}))
+    facts = context.facts()
+    status: DeploymentStatus = {
+        "state": "Stopping" if context.stopping.is_set() else str(details.get("state", "Ready")),
+        "version": str(facts.get("version", "")),
+        "local": bool(facts.get("local", False)),
+        "machines": {"Ready": 0, "InUse": 0, "Lost": 0} | Counter(str(m["state"]) for m in machines),
+        "runs": dict(Counter(str(run["status"]["state"]) for run in runs)),
+        "details": {key: value for key, value in details.items() if key != "state"},
+    }
+    return web.json_response(status)
+
+
+async def list_machines(request: web.Request, query: Query) -> web.StreamResponse:
+    selector = parse_selector(query["labelSelector"] or "")
+    machines = await ask(request.app[CONTEXT].service.list_machines)
+    return web.json_response({"machines": [m for m in machines if selector.selects(machine_labels(m))]})
+
+
+async def grow_machines(request: web.Request, query: Query) -> web.StreamResponse:
+    grow = request.app[CONTEXT].grow
+    body = await read_json(request, what='{"count": N}')
+    count = body.get("count") if isinstance(body, dict) else None
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MACHINES_LARGEST:
+        raise SpecError(
+            f"count must be a whole number from 1 to {MACHINES_LARGEST}: how many machines there shall be.",
+            field="count",
+            got=str(count)[:80],
+        )
+    if grow is None:
+        raise DeploymentError(
+            "This deployment's machines are not simulated ones; none can be added on request.",
+            hint="Machines of your own join it by themselves.",
+            reason=Reason.CONFLICT,
+        )
+    return web.json_response({"machines": await grow(count)})
+
+
+async def get_openapi(request: web.Request, query: Query) -> web.StreamResponse:
+    return web.json_response(request.app[DOCUMENT])
+
+
+DOCUMENT: web.AppKey[dict[str, object]] = web.AppKey("document", dict)
+
+ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/v1/version",
+        operation="getVersion",
+        summary="The server's version and the API's",
+        handler=get_version,
+        answers=(Answer(text="Versions.", shape=VersionInfo),),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/status",
+        operation="getStatus",
+        summary="How the deployment is",
+        handler=get_status,
+        answers=(Answer(text="The deployment's state.", shape=DeploymentStatus),),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/openapi.json",
+        operation="getDocument",
+        summary="This document",
+        handler=get_openapi,
+        answers=(Answer(text="The OpenAPI document.", shape=dict[str, object]),),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/machines",
+        operation="listMachines",
+        summary="The machines that members can run on",
+        handler=list_machines,
+        parameters=(SELECTOR,),
+        answers=(Answer(text="Machines.", shape=MachineList),),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/machines",
+        operation="growMachines",
+        summary="Bring a local deployment to at least this many machines",
+        handler=grow_machines,
+        body=GrowRequest,
+        answers=(Answer(text="All machines, the new ones ready.", shape=MachineList),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+)

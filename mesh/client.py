@@ -1,0 +1,380 @@
+"""The SDK: everything that the API does, async and typed. The `mesh` command has no other way in.
+
+    async with mesh.connect() as client:
+        run = (await client.submit(job))["run"]
+        async for line in client.follow_logs(run["metadata"]["name"]):
+            print(line["rank"], line["text"])
+
+Every call has a time limit and raises a `MeshError`. Streams come back by themselves after a lost
+connection or a restarted server, from the cursor of the last item that was given: nothing is left out and
+nothing is repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from urllib.parse import quote
+
+from mesh.deployment import (
+    TOKEN_VARIABLE,
+    URL_VARIABLE,
+    DeploymentRecord,
+    live_record,
+    not_running,
+    read_record,
+    state_folder,
+)
+from mesh.errors import (
+    AuthenticationError,
+    DeploymentError,
+    MeshError,
+    MeshTimeoutError,
+    NotFoundError,
+    RemoteProtocolError,
+    TransportError,
+)
+from mesh.http_transport import CALL_LIMIT_S, Backoff, HttpStream, HttpTransport, checked_url
+from mesh.reasons import Reason
+from mesh.sse import EventParser
+from mesh.states import RunState
+
+if TYPE_CHECKING:
+    from mesh.resources import (
+        Attempt,
+        DeploymentStatus,
+        DryRun,
+        Event,
+        LogLine,
+        Machine,
+        Run,
+        Submission,
+        VersionInfo,
+    )
+
+STREAM_PATIENCE_S = 120.0
+"""How long a stream keeps trying to come back: a laptop's sleep, a server's restart."""
+POLL_WAIT_S = 20.0
+EVENTS_PER_POLL = 1000
+GROW_LIMIT_S = 120.0
+
+WaitFor = Literal["running", "ended"]
+
+
+def connect(
+    url: str | None = None, token: str | None = None, state: str | os.PathLike[str] | None = None
+) -> MeshClient:
+    """A client of one deployment; use it with `async with`.
+
+    Args:
+        url: address of the API; else `$GANGMESH_URL`; else the deployment of the state folder is used.
+        token: its token; else `$GANGMESH_TOKEN`; else that in the state folder, when it is of this
+        deployment. state: the state folder; else `$GANGMESH_STATE`; else `~/.gangmesh`.
+
+    Raises:
+        DeploymentError: no address is given and no deployment runs from the state folder.
+        AuthenticationError: there is no token for this address.
+        SpecError: the address is none.
+    """
+    folder = state_folder(Path(state) if state is not None else None)
+    wanted = url or (os.environ.get(URL_VARIABLE) if state is None else None)
+    if wanted is None:
+        record = live_record(folder)
+        if record is None:
+            raise not_running(folder)
+        return MeshClient(url=record.url, token=token or record.token, record=record, folder=folder)
+    address = checked_url(wanted)
+    return MeshClient(url=address, token=token or _token_for(address, folder))
+
+
+def _token_for(address: str, folder: Path) -> str:
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        return token
+    record = read_record(folder)
+    if record is not None and record.url == address:
+        return record.token
+    raise AuthenticationError(
+        f"There is no token for {address}.",
+        hint=f"Put it into ${TOKEN_VARIABLE}; it is in deployment.json in that deployment's state folder.",
+    )
+
+
+class MeshClient:
+    """One deployment's API. Made by `connect`."""
+
+    def __init__(
+        self, *, url: str, token: str, record: DeploymentRecord | None = None, folder: Path | None = None
+    ) -> None:
+        self._record = record
+        self._folder = folder
+        self._http = HttpTransport(url=url, token=token, fate=self._fate)
+
+    async def __aenter__(self) -> Self:
+        await self._http.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    @property
+    def is_local(self) -> bool:
+        """True when the deployment runs on this machine, under this account."""
+        return self._record is not None and self._record.local
+
+    def _fate(self) -> MeshError | None:
+        """A deployment whose process is gone does not come back under this address."""
+        if self._record is None or self._record.is_alive:
+            return None
+        return DeploymentError(
+            f"The deployment at {self.url} has ended (its process {self._record.pid} is gone).",
+            hint=f"Its log is {self._folder or '~/.gangmesh'}/head.log; `mesh up` starts it again.",
+            reason=Reason.DEPLOYMENT_NOT_RUNNING,
+        )
+
+    # -- runs ------------------------------------------------------------------------------------------------
+
+    async def submit(self, job: Mapping[str, Any], *, request_id: str | None = None) -> Submission:
+        """Submits a Job. Repeating with the same `request_id` and job gives the run of the first time.
+
+        Raises:
+            SpecError: the job is not acceptable; nothing was created.
+            ConflictError: the name is taken.
+        """
+        key = request_id or secrets.token_hex(16)
+        return cast(
+            "Submission",
+            await self._http.call("POST", "/v1/runs", body=job, headers={"Idempotency-Key": key}),
+        )
+
+    async def dry_run(self, job: Mapping[str, Any]) -> DryRun:
+        """What submitting this Job would come to. Creates nothing. Raises SpecError."""
+        return cast("DryRun", await self._http.call("POST", "/v1/runs", query={"dryRun": True}, body=job))
+
+    async def get_run(self, name: str) -> Run:
+        """Raises NotFoundError."""
+        return cast("Run", await self._http.call("GET", _run_path(name)))
+
+    async def list_runs(self, labels: str = "") -> list[Run]:
+        """Runs that a label selector selects (`key=value,key!=value`), oldest first."""
+        reply = await self._http.call("GET", "/v1/runs", query={"labelSelector": labels})
+        return cast("list[Run]", reply["runs"])
+
+    async def list_attempts(self, labels: str = "") -> list[Attempt]:
+        """Attempts, by `nodus.dev/job=NAME,nodus.dev/rank=R` for example."""
+        reply = await self._http.call("GET", "/v1/attempts", query={"labelSelector": labels})
+        return cast("list[Attempt]", reply["attempts"])
+
+    async def cancel(self, name: str, *, reason: Reason = Reason.CANCELLED) -> Run:
+        """Asks for the run to be stopped and returns at once. Raises NotFoundError."""
+        reply = await self._http.call("POST", _run_path(name) + "/cancel", body={"reason": str(reason)})
+        return cast("Run", reply)
+
+    async def delete(self, name: str) -> None:
+        """Forgets an ended run and its logs. Raises NotFoundError, ConflictError while it is active."""
+        await self._http.call("DELETE", _run_path(name))
+
+    async def wait(self, name: str, for_: WaitFor = "ended", *, timeout_s: float | None = None) -> Run:
+        """The run once all its ranks run, or once it has ended (which also ends a wait for "running").
+
+        Raises:
+            MeshTimeoutError: not within `timeout_s`.
+        """
+        import asyncio
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for run in self.watch_run(name):
+                    state = RunState(run["status"]["state"])
+                    if state.is_terminal or (for_ == "running" and state is RunState.RUNNING):
+                        break
+                return run
+        except TimeoutError as error:
+            raise MeshTimeoutError(
+                f"The run {name} is not {for_} after {timeout_s:g} s.",
+                hint=f"`mesh describe {name}` says what it waits for.",
+                timeout_s=timeout_s,
+            ) from error
+
+    async def watch_run(self, name: str) -> AsyncIterator[Run]:
+        """The run as it is now, then again whenever it has changed, until it has ended.
+
+        Raises NotFoundError.
+        """
+        backoff = Backoff(patience_s=STREAM_PATIENCE_S)
+        after = 0
+        last: Run | None = None
+        uid: str | None = None
+        while True:
+            try:
+                run = await self.get_run(name)
+                if uid is not None and run["metadata"]["uid"] != uid:
+                    raise NotFoundError(f"The run {name} has been deleted; another run has its name now.")
+                uid = run["metadata"]["uid"]
+                if run != last:
+                    yield run
+                    last = run
+                if RunState(run["status"]["state"]).is_terminal:
+                    return
+                events = await self.events(after=after, run=uid, wait_s=POLL_WAIT_S)
+            except (TransportError, MeshTimeoutError) as error:
+                await backoff.pause(error)
+                continue
+            backoff.succeeded()
+            after = events[-1]["seq"] if events else after
+
+    # -- what goes on ----------------------------------------------------------------------------------------
+
+    async def events(
+        self,
+        *,
+        after: int = 0,
+        run: str | None = None,
+        labels: str = "",
+        limit: int = EVENTS_PER_POLL,
+        wait_s: float = 0.0,
+    ) -> list[Event]:
+        """At most `limit` events behind `after`; waits up to `wait_s` for the first one."""
+        query = {"after": after, "run": run, "labelSelector": labels, "limit": limit, "wait": wait_s}
+        reply = await self._http.call("GET", "/v1/events", query=query, limit_s=CALL_LIMIT_S + wait_s)
+        return cast("list[Event]", reply["events"])
+
+    async def watch_events(
+        self, *, after: int = 0, run: str | None = None, labels: str = ""
+    ) -> AsyncIterator[Event]:
+        """Events behind `after`, those to come too. Ends only with an error."""
+        query = {"run": run, "labelSelector": labels}
+        backoff = Backoff(patience_s=STREAM_PATIENCE_S)
+        while True:
+            headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+            try:
+                async with self._http.stream("/v1/events", query=query, headers=headers) as stream:
+                    async for data in _sse_data(stream, backoff):
+                        after = data["seq"]
+                        yield cast("Event", data)
+                await backoff.pause(TransportError("The server ended the stream of events."))
+            except (TransportError, MeshTimeoutError) as error:
+                await backoff.pause(error)
+
+    async def logs(
+        self, name: str, *, rank: int | None = None, epoch: int | None = None, tail: int | None = None
+    ) -> AsyncIterator[LogLine]:
+        """What has been printed so far, all ranks merged by time. Raises NotFoundError."""
+        async for line in self._lines(name, rank=rank, epoch=epoch, tail=tail, cursor=None, follow=False):
+            yield line
+
+    async def follow_logs(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        epoch: int | None = None,
+        tail: int | None = None,
+        cursor: str | None = None,
+    ) -> AsyncIterator[LogLine]:
+        """What has been and will be printed; ends when the run has ended and all of it was given.
+
+        `cursor` is that of the last line seen, to go on behind it. A line that is `partial` is a preview of
+        one that has not ended; the whole line follows.
+        """
+        async for line in self._lines(name, rank=rank, epoch=epoch, tail=tail, cursor=cursor, follow=True):
+            yield line
+
+    async def _lines(
+        self,
+        name: str,
+        *,
+        rank: int | None,
+        epoch: int | None,
+        tail: int | None,
+        cursor: str | None,
+        follow: bool,
+    ) -> AsyncIterator[LogLine]:
+        backoff = Backoff(patience_s=STREAM_PATIENCE_S)
+        uid: str | None = None
+        while True:
+            query = {"rank": rank, "epoch": epoch, "follow": follow or None, "cursor": cursor, "uid": uid}
+            if cursor is None:
+                query["tail"] = tail
+            try:
+                async with self._http.stream(_run_path(name) + "/logs", query=query) as stream:
+                    uid = stream.headers.get("X-Run-Uid", uid)
+                    async for line in stream.lines():
+                        backoff.succeeded()
+                        if not line:
+                            continue  # a heartbeat
+                        item = _object(line)
+                        if "error" in item:
+                            raise MeshError.from_wire(item["error"])
+                        cursor = item["cursor"]
+                        yield cast("LogLine", item)
+                return
+            except (TransportError, MeshTimeoutError) as error:
+                await backoff.pause(error)
+
+    async def raw_log(self, name: str, *, rank: int, epoch: int | None = None) -> AsyncIterator[bytes]:
+        """The bytes that one rank printed, exactly; of the current epoch unless another is named."""
+        query = {"rank": rank, "epoch": epoch}
+        async with self._http.stream(_run_path(name) + "/logs/raw", query=query) as stream:
+            async for chunk in stream.chunks():
+                yield chunk
+
+    # -- the deployment --------------------------------------------------------------------------------------
+
+    async def list_machines(self, labels: str = "") -> list[Machine]:
+        """Machines that a label selector selects, by name."""
+        reply = await self._http.call("GET", "/v1/machines", query={"labelSelector": labels})
+        return cast("list[Machine]", reply["machines"])
+
+    async def grow(self, count: int) -> list[Machine]:
+        """Brings a local deployment to at least `count` machines and returns all of them."""
+        reply = await self._http.call("POST", "/v1/machines", body={"count": count}, limit_s=GROW_LIMIT_S)
+        return cast("list[Machine]", reply["machines"])
+
+    async def status(self) -> DeploymentStatus:
+        """The deployment as a whole."""
+        return cast("DeploymentStatus", await self._http.call("GET", "/v1/status"))
+
+    async def version(self) -> VersionInfo:
+        """The server's version and the API's."""
+        return cast("VersionInfo", await self._http.call("GET", "/v1/version"))
+
+    async def openapi(self) -> dict[str, Any]:
+        """The API's OpenAPI document."""
+        return cast("dict[str, Any]", await self._http.call("GET", "/v1/openapi.json"))
+
+
+def _run_path(name: str) -> str:
+    return "/v1/runs/" + quote(name, safe="")
+
+
+def _object(text: bytes | str) -> dict[str, Any]:
+    try:
+        item = json.loads(text)
+    except ValueError as error:
+        raise RemoteProtocolError("The server sent an item that is no JSON.") from error
+    if not isinstance(item, dict):
+        raise RemoteProtocolError("The server sent an item that is no object.")
+    return item
+
+
+async def _sse_data(stream: HttpStream, backoff: Backoff) -> AsyncIterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events, up to its end. Raises what an error event says."""
+    parser = EventParser()
+    async for line in stream.lines():
+        backoff.succeeded()
+        event = parser.feed(line)
+        if event is None:
+            continue
+        if event.event == "error":
+            raise MeshError.from_wire(_object(event.data))
+        if event.event == "message":
+            yield _object(event.data)
