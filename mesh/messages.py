@@ -80,6 +80,8 @@ class CauseEvidence:
     """The error is about another rank (connection closed by peer, collective timeout)."""
     hint: str = ""
     """Set when the fault is a known one (torch's exit race on gloo, for example)."""
+    by_infrastructure: bool = False
+    """The command was ended by a fault of its machine or of this program, not by its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
