@@ -1,0 +1,317 @@
+"""The runner of one command: drives its supervisor, ships its logs, and says as events what became of it.
+
+Rules of this file:
+1. The supervisor speaks JSON lines (`agents.supervisor`); its death without "empty" is noticed by the end of its
+   stdout, and then this side ends the tree itself and says so in the evidence: the machine's fault, not the command's.
+2. However a launch ends, exactly one of CommandStartFailed and TreeEmpty comes, last.
+3. Why a command ended is worked out once, after its tree is empty and its output is in the spool.
+4. Nothing here blocks the loop: files, /proc and killing go through threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, assert_never
+
+import agents.supervisor
+from agents import process_tree, spool
+from agents.core import events as ev
+from agents.launcher.evidence import TAIL_BYTES_MAX
+from agents.launcher.plain import Plain
+from agents.launcher.strategy import CommandEnd, LauncherStrategy
+from agents.launcher.torchrun import ERROR_FILE_BYTES_MAX, Torchrun
+from agents.line_process import LineProcess
+from mesh.errors import LaunchError, RemoteProtocolError
+from mesh.ids import Incarnation
+from mesh.messages import CauseEvidence, ProcessExit
+from mesh.plan import Endpoint
+from mesh.reasons import Reason
+from mesh.states import LauncherKind
+
+SPOOL_UNACKED_BYTES_MAX = 32 * 1024 * 1024
+KILL_LIMIT_S = 5.0
+"""How long one try to end a tree without its supervisor may take."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """One command to run, ready: nothing is left to decide."""
+
+    incarnation: Incarnation
+    launcher: LauncherKind
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    """The whole environment of the command. The launcher's own variables go below it."""
+    working_dir: str
+    spool_dir: str
+    error_file: str
+    logs: Endpoint | None
+    """The head's log sink; None keeps the output in the spool only."""
+
+
+class LauncherHandle(Protocol):
+    """What a member needs from a launcher, in this process or in an actor's."""
+
+    async def warm(self) -> None:
+        """Returns when a command can be launched without waiting for this side."""
+
+    async def launch(self, spec: LaunchSpec) -> None:
+        """Begins. What comes of it is told by `next_event`. Raises TransportError when the launcher is gone."""
+
+    async def next_event(self) -> ev.MemberEvent:
+        """The next news of the command, in order. Raises TransportError when the launcher is gone."""
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM now, SIGKILL of the tree after `grace_s`; a later one may only shorten it."""
+
+    async def kill(self) -> None:
+        """SIGKILL of the tree, now."""
+
+    async def hand_over_logs(self, *, limit_s: float) -> bool:
+        """True when the head has all output; False when it had not after `limit_s`."""
+
+    async def close(self) -> None:
+        """Ends everything that is left, at once. Idempotent."""
+
+
+def strategy_for(kind: LauncherKind) -> LauncherStrategy:
+    """The strategy of a launcher. Raises LaunchError for one that is not there yet."""
+    match kind:
+        case LauncherKind.PLAIN:
+            return Plain()
+        case LauncherKind.TORCHRUN:
+            return Torchrun()
+        case LauncherKind.RAY | LauncherKind.VERL | LauncherKind.ACCELERATE | LauncherKind.DEEPSPEED:
+            raise LaunchError(
+                f"The launcher {kind} is not available yet.",
+                hint="Use Plain or Torchrun.",
+                reason=Reason.NOT_AVAILABLE_YET,
+            )
+        case _:
+            assert_never(kind)
+
+
+class SupervisedCommand:
+    """One command under one supervisor. Make it, `start` it, read `next_event` to the end, `close` it."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
+        self._strategy = strategy_for(spec.launcher)
+        self._events: asyncio.Queue[ev.MemberEvent] = asyncio.Queue()
+        self._process: LineProcess | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._is_started = False
+        self._exit: ProcessExit | None = None
+        self._is_over = False
+        self._oom_kills_before = 0
+
+    async def start(self) -> None:
+        """Starts the supervisor and hands it the command. What a command can do wrong comes as an event."""
+        spec = self._spec
+        try:
+            self._strategy.check(spec.argv)
+        except LaunchError as error:
+            self._fail_start(error.reason, str(error))
+            return
+        self._oom_kills_before = await asyncio.to_thread(count_oom_kills)
+        env = {**self._strategy.environment(error_file=spec.error_file), **spec.env}
+        try:
+            self._process = await LineProcess.start(
+                [sys.executable, "-I", "-S", str(Path(agents.supervisor.__file__))],
+                env={"PATH": spec.env.get("PATH", "")},
+            )
+        except OSError as error:
+            self._fail_start(Reason.COMMAND_START_FAILED, f"The supervisor could not be started: {error}.")
+            return
+        self._process.send(
+            {
+                "op": "start",
+                "argv": list(spec.argv),
+                "env": env,
+                "cwd": spec.working_dir,
+                "spool": spec.spool_dir,
+                "incarnation": str(spec.incarnation),
+                "spool_unacked_max": SPOOL_UNACKED_BYTES_MAX,
+            }
+        )
+        self._reader = asyncio.create_task(self._read(self._process), name=f"supervisor {spec.incarnation}")
+
+    async def next_event(self) -> ev.MemberEvent:
+        return await self._events.get()
+
+    def stop(self, grace_s: float) -> None:
+        self._send({"op": "stop", "grace_s": grace_s})
+
+    def acknowledge(self, offset: int) -> None:
+        """The head has everything before `offset`: the spool may let go of it."""
+        self._send({"op": "acked", "offset": offset})
+
+    async def kill(self) -> None:
+        """Asks the supervisor, and does not wait for it: the tree is ended from here as well."""
+        self._send({"op": "kill"})
+        await self._kill_tree()
+
+    async def close(self) -> None:
+        """Ends the supervisor (its stdin closes, so it ends the tree) and reaps it. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
+        if self._reader is not None:
+            await self._reader
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._process is not None:
+            self._process.send(message)
+
+    async def _read(self, process: LineProcess) -> None:
+        try:
+            while not self._is_over:
+                message = await process.receive()
+                if message is None:
+                    break
+                await self._on_message(message)
+        except (RemoteProtocolError, KeyError, ValueError) as error:
+            _log.exception("The supervisor of %s said something else: %s", self._spec.incarnation, error)
+            process.kill()
+        if not self._is_over:
+            await self._on_supervisor_lost(process)
+
+    async def _on_message(self, message: Mapping[str, Any]) -> None:
+        incarnation = self._spec.incarnation
+        match message["ev"]:
+            case "started":
+                self._is_started = True
+                self._events.put_nowait(ev.CommandStarted(incarnation=incarnation, pid=int(message["pid"])))
+            case "start_failed":
+                self._fail_start(Reason(message["reason"]), str(message["message"]))
+            case "exited":
+                self._exit = ProcessExit(code=message["code"], signal=message["signal"])
+                self._events.put_nowait(ev.CommandExited(incarnation=incarnation, exit=self._exit))
+            case "empty":
+                await self._on_empty()
+            case "fence_failed":
+                self._tell_kill_failed(tuple(int(pid) for pid in message["pids"]))
+            case other:
+                raise RemoteProtocolError(f"The supervisor sent the unknown event {other!r}.")
+
+    async def _on_empty(self) -> None:
+        if self._exit is None:
+            raise RemoteProtocolError("The supervisor sent an empty tree before the exit.")
+        end = await asyncio.to_thread(self._look_at_the_end, self._exit)
+        explanation = self._strategy.explain(end)
+        self._is_over = True
+        self._events.put_nowait(
+            ev.TreeEmpty(
+                incarnation=self._spec.incarnation,
+                evidence=explanation.evidence,
+                last_lines=explanation.last_lines,
+            )
+        )
+
+    def _look_at_the_end(self, exit: ProcessExit) -> CommandEnd:
+        return CommandEnd(
+            exit=exit,
+            output=read_tail(self._spec.spool_dir),
+            error_file=_read_text(Path(self._spec.error_file)),
+            oom_killed=count_oom_kills() > self._oom_kills_before,
+        )
+
+    async def _on_supervisor_lost(self, process: LineProcess) -> None:
+        """The supervisor is gone without having said that the tree is empty: end the tree from here."""
+        incarnation = self._spec.incarnation
+        while remaining := await self._kill_tree(root=process.pid):
+            self._tell_kill_failed(tuple(remaining))
+        await asyncio.to_thread(spool.mark_end, self._spec.spool_dir)
+        what = f"The supervisor of rank {incarnation.rank} ended on its own"
+        if not self._is_started:
+            self._fail_start(Reason.COMMAND_START_FAILED, f"{what} before the command was started.")
+            return
+        if self._exit is None:
+            self._exit = ProcessExit(signal=9)
+            self._events.put_nowait(ev.CommandExited(incarnation=incarnation, exit=self._exit))
+        end = await asyncio.to_thread(self._look_at_the_end, self._exit)
+        self._is_over = True
+        self._events.put_nowait(
+            ev.TreeEmpty(
+                incarnation=incarnation,
+                evidence=lost_evidence(f"{what}; the command was killed with it."),
+                last_lines=self._strategy.explain(end).last_lines,
+            )
+        )
+
+    async def _kill_tree(self, *, root: int | None = None) -> list[int]:
+        outcome = await asyncio.to_thread(
+            process_tree.kill_incarnation,
+            str(self._spec.incarnation),
+            roots=() if root is None else (root,),
+            limit_s=KILL_LIMIT_S,
+        )
+        return outcome.remaining
+
+    def _fail_start(self, reason: Reason, message: str) -> None:
+        self._is_over = True
+        self._events.put_nowait(
+            ev.CommandStartFailed(incarnation=self._spec.incarnation, reason=reason, message=message)
+        )
+
+    def _tell_kill_failed(self, pids: tuple[int, ...]) -> None:
+        self._events.put_nowait(
+            ev.KillFailed(
+                incarnation=self._spec.incarnation,
+                pids=pids,
+                message=f"{len(pids)} processes could not be ended: {', '.join(map(str, pids[:10]))}.",
+            )
+        )
+
+
+def lost_evidence(message: str) -> CauseEvidence:
+    """Evidence for a command that this program or its machine took down, not its own fault."""
+    return CauseEvidence(exit=ProcessExit(signal=9), message=message, by_infrastructure=True)
+
+
+def read_tail(spool_dir: str, *, bytes_max: int = TAIL_BYTES_MAX) -> str:
+    """The end of what a command printed, both streams in the order in which they came. Blocking."""
+    pieces: list[bytes] = []
+    missing = bytes_max
+    for index in reversed(spool.segment_indexes(spool_dir)):
+        try:
+            content = Path(spool.segment_path(spool_dir, index)).read_bytes()
+        except FileNotFoundError:
+            break  # acknowledged and deleted meanwhile
+        try:
+            records, _ = spool.parse_records(content)
+        except spool.SpoolCorruptError:
+            break
+        for record in reversed(records):
+            pieces.append(record.data)
+            missing -= len(record.data)
+            if missing <= 0:
+                break
+        if missing <= 0:
+            break
+    return b"".join(reversed(pieces))[-bytes_max:].decode("utf-8", "replace")
+
+
+def count_oom_kills() -> int:
+    """How many processes the kernel has killed on this machine for want of memory, since it was started."""
+    for line in _read_text(Path("/proc/vmstat")).splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return 0
+
+
+def _read_text(path: Path) -> str:
+    """The start of a small file; empty when there is none or it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(ERROR_FILE_BYTES_MAX).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,51 @@
+"""plain: the command as it is, once per machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agents.launcher import evidence as words
+from agents.launcher import torchrun
+from agents.launcher.strategy import CommandEnd, Explanation
+from mesh.errors import LaunchError
+from mesh.messages import CauseEvidence
+from mesh.states import LauncherKind
+
+
+class Plain:
+    """The strategy for `launcher: Plain`."""
+
+    kind = LauncherKind.PLAIN
+
+    def check(self, argv: Sequence[str]) -> None:
+        """Raises LaunchError when there is nothing to start."""
+        if not argv or not argv[0]:
+            raise LaunchError("There is no command to start.")
+
+    def environment(self, *, error_file: str) -> dict[str, str]:
+        """What this launcher adds below the user's own variables: a plain command may be torchrun all the same."""
+        return {torchrun.ERROR_FILE_VARIABLE: error_file}
+
+    def explain(self, end: CommandEnd) -> Explanation:
+        """Why the command ended as it did. Pure: everything was read before."""
+        if torchrun.root_failure(end.output) is not None and not end.exit.ok:
+            return torchrun.Torchrun().explain(end)
+        lines = words.last_lines(end.output)
+        if end.exit.ok:
+            return Explanation(evidence=CauseEvidence(exit=end.exit), last_lines=lines)
+        exception = ""
+        if end.exit.signal is None:
+            exception = torchrun.recorded_message(end.error_file) or words.decisive_exception(end.output)
+        said = exception or words.last_words(end.output)
+        message = f"The command {words.describe_exit(end.exit)}" + (f": {said}" if said else ".")
+        return Explanation(
+            evidence=CauseEvidence(
+                exit=end.exit,
+                message=message[: words.MESSAGE_CHARACTERS_MAX],
+                blames_peer=words.blames_peer(exit=end.exit, decisive=exception, output=end.output),
+                hint=words.hint_for(
+                    exit=end.exit, launcher_exit=end.exit, output=end.output, oom_killed=end.oom_killed
+                ),
+            ),
+            last_lines=lines,
+        )
