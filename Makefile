@@ -50,5 +50,8 @@ clean: ## remove what runs and tools left here; the environment stays
 	rm -rf .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find . -path "./$(VENV)" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
+soak: env ## every test again and again with other seeds; SOAK_MINUTES=30, T narrows it
+	@tools/soak.sh $(T)
+
 constraints: env ## write constraints.txt from what ./.venv holds
 	tools/constraints.sh
