@@ -94,7 +94,8 @@ unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
-  make_venv "$(find_python)"
+  python=$(find_python) # on a line of its own: as an argument its failure would not end the script
+  make_venv "$python"
 fi
 want=$(wanted "$venv/bin/python")
 if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then

@@ -3,7 +3,8 @@
 Theory of operation: one number, the session's seed, stands in the header and in the command under every failure.
 A test that wants randomness takes the fixture `seed` (its own number, made of the session's and the test's name, so
 that it is the same whether the test runs alone or among others). The default is 0, so that two people see the same;
-`make soak` passes others. Hypothesis runs derandomized for the same reason, but under `--soak`.
+`make soak` passes others. Hypothesis runs derandomized for the same reason; under `--soak` its own `--hypothesis-seed`
+counts, and is repeated too.
 """
 
 from __future__ import annotations
@@ -47,14 +48,6 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.getoption('--seed')} (all randomness comes from it; repeat with --seed)"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        # The name that hypothesis' own `seed` would get: a soak is repeated with its number, too.
-        function = getattr(item, "obj", None)
-        if config.getoption("--soak") and hypothesis.is_hypothesis_test(function):
-            item.obj = hypothesis.seed(_seed_of(item))(function)  # type: ignore[attr-defined]
-
-
 def repeat_command(item: pytest.Item) -> str:
     """The command that runs this one test again with the same numbers."""
     python = Path(sys.executable)
@@ -63,6 +56,8 @@ def repeat_command(item: pytest.Item) -> str:
     words = [str(python), "-m", "pytest", item.nodeid, "--seed", str(item.config.getoption("--seed"))]
     if item.config.getoption("--soak"):
         words.append("--soak")
+    if (hypothesis_seed := item.config.getoption("--hypothesis-seed", None)) is not None:
+        words += ["--hypothesis-seed", str(hypothesis_seed)]
     return shlex.join(words)
 
 
