@@ -1,20 +1,21 @@
 """What a log shipper and the log sink say to each other, frame by frame. Sans-io.
 
     shipper                                 sink
-       hello(secret, incarnation, first) ─▶
-                                         ◀─ welcome(offset)        or refused(error, final)
-       data(offset, records) …           ─▶
-                                         ◀─ ack(offset) …
-       end(offset)                       ─▶
-                                         ◀─ ended                  and the sink closes
+       hello(secret, incarnation) ─▶
+                                   ◀─ welcome(offset)        or refused(error, final)
+       data(offset, records) …     ─▶
+                                   ◀─ ack(offset) …
+       end(offset)                 ─▶
+                                   ◀─ ended                  and the sink closes
 
 Rules of this file:
-1. An offset is a position in the incarnation's whole output, in bytes of records (`agents.spool`). `first` is
-   the oldest one that the shipper still has. Data goes on from the offset of the welcome, without a hole.
+1. An offset is a place in the incarnation's spool (`agents.spool`). Data goes on from the offset of the
+   welcome and only ever forward. Where it jumps ahead, the spool has a hole: those bytes are lost, and the
+   sink says so.
 2. Data is whole records. What `ack(offset)` covers need never be sent again: the shipper may forget it.
 3. At most WINDOW_BYTES_MAX of data are not acknowledged, so both sides know how much memory a stream takes.
-4. A refusal that is `final` is about this incarnation's output as such: sending it again never helps. After any
-   other one, and after a connection that breaks, the shipper comes back and says hello again.
+4. A refusal that is `final` is about this incarnation's output as such: sending it again never helps. After
+   any other one, and after a connection that breaks, the shipper comes back and says hello again.
 5. The newest connection of an incarnation is the one that counts; the sink closes the one before it.
 """
 
@@ -43,7 +44,6 @@ class Hello:
 
     secret: str = field(repr=False)
     incarnation: Incarnation
-    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Whole records, of which the first starts at `offset`."""
+    """Whole records that lie together in the spool, the first one at `offset`."""
 
     offset: int
     records: bytes = field(repr=False)
@@ -96,7 +96,7 @@ def to_frame(message: FromShipper | FromSink) -> list[Any]:
     """The message as what `mesh.wire.encode_frame` takes."""
     match message:
         case Hello():
-            return ["hello", PROTOCOL_VERSION, message.secret, str(message.incarnation), message.first]
+            return ["hello", PROTOCOL_VERSION, message.secret, str(message.incarnation)]
         case Welcome():
             return ["welcome", message.offset]
         case Data():
@@ -120,13 +120,13 @@ def from_shipper(frame: Any) -> FromShipper:
             return Data(offset=offset, records=records)
         case ["end", int(offset)] if _is_offset(offset):
             return End(offset=offset)
-        case ["hello", version, str(secret), str(incarnation), int(first)] if _is_offset(first):
+        case ["hello", version, str(secret), str(incarnation)]:
             if version != PROTOCOL_VERSION:
                 raise RemoteProtocolError(
                     f"The log shipper speaks version {version!r}; this is {PROTOCOL_VERSION}."
                 )
             try:
-                return Hello(secret=secret, incarnation=Incarnation.parse(incarnation), first=first)
+                return Hello(secret=secret, incarnation=Incarnation.parse(incarnation))
             except ValueError:
                 raise RemoteProtocolError("The log shipper named no incarnation.") from None
     raise RemoteProtocolError("The log shipper sent a frame that is not part of the protocol.")
@@ -153,7 +153,8 @@ def _is_offset(number: int) -> bool:
 class SendWindow:
     """What a shipper has sent on one connection and what of it is acknowledged.
 
-    Invariant: acked <= sent, and sent - acked <= WINDOW_BYTES_MAX.
+    Invariant: acked <= sent. A hole in the spool counts as if it were in flight, which only makes the sender
+    wait for an acknowledgement once.
     """
 
     def __init__(self, *, offset: int) -> None:
@@ -162,12 +163,13 @@ class SendWindow:
 
     @property
     def room(self) -> int:
-        """Bytes of data that may be sent now."""
+        """Bytes of data that may be sent now; none while it is negative."""
         return WINDOW_BYTES_MAX - (self.sent - self.acked)
 
-    def on_sent(self, size: int) -> None:
-        assert 0 < size <= self.room, "more than the window allows"
-        self.sent += size
+    def on_sent(self, offset: int) -> None:
+        """Data up to `offset` was sent."""
+        assert self.sent < offset, "data goes forward only"
+        self.sent = offset
 
     def on_ack(self, offset: int) -> None:
         """Raises RemoteProtocolError for an acknowledgement of what was not sent, or that goes back."""
