@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from mesh.errors import TransportError
+from mesh.errors import MeshTimeoutError, TransportError
 
 ANSWER_LIMIT_S = 10.0
 """A restarted coordinator has read its journal long before; past this the caller is told to come back."""
@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 async def ask(call: Callable[[], Awaitable[Answer]], *, limit_s: float = ANSWER_LIMIT_S) -> Answer:
-    """The answer of `call`, which is made again while it raises TransportError, for at most `limit_s`.
+    """The answer of `call`, which is made again while the coordinator cannot be asked, for at most `limit_s`.
 
     Only for calls that may take effect twice. Raises the last TransportError, and at once whatever else is
     raised.
@@ -34,7 +34,7 @@ async def ask(call: Callable[[], Awaitable[Answer]], *, limit_s: float = ANSWER_
                 f"The coordinator has not answered within {limit_s:g} s.",
                 hint="It may be restarting; runs go on meanwhile. Try again in a moment.",
             ) from error
-        except TransportError:
+        except (TransportError, MeshTimeoutError):
             if clock() + pause_s >= deadline:
                 raise
         await asyncio.sleep(pause_s)

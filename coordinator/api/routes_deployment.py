@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from http import HTTPStatus
 
 from aiohttp import web
@@ -43,18 +42,9 @@ async def get_version(request: web.Request, query: Query) -> web.StreamResponse:
 
 async def get_status(request: web.Request, query: Query) -> web.StreamResponse:
     context = request.app[CONTEXT]
-    details = await ask(context.service.status)
-    machines = await ask(context.service.list_machines)
-    runs = await ask(lambda: context.service.list_runs({}))
-    facts = context.facts()
-    status: DeploymentStatus = {
-        "state": "Stopping" if context.stopping.is_set() else str(details.get("state", "Ready")),
-        "version": str(facts.get("version", "")),
-        "local": bool(facts.get("local", False)),
-        "machines": {"Ready": 0, "InUse": 0, "Lost": 0} | Counter(str(m["state"]) for m in machines),
-        "runs": dict(Counter(str(run["status"]["state"]) for run in runs)),
-        "details": {key: value for key, value in details.items() if key != "state"},
-    }
+    status = await ask(context.service.status)
+    if context.stopping.is_set():
+        status = {**status, "state": "Stopping"}
     return web.json_response(status)
 
 

@@ -14,7 +14,7 @@ from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Quer
 from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import SELECTOR
 from coordinator.api.streams import compact_json
-from mesh.errors import NotFoundError, SpecError, TransportError
+from mesh.errors import MeshTimeoutError, NotFoundError, SpecError, TransportError
 from mesh.ids import new_run_uid
 from mesh.reasons import Reason
 from mesh.resources import Attempt, DryRun, Run, Submission
@@ -97,17 +97,17 @@ async def get_run(request: web.Request, query: Query) -> web.StreamResponse:
 
 async def cancel_run(request: web.Request, query: Query) -> web.StreamResponse:
     name = request.match_info["name"]
-    reason = str(Reason.CANCELLED)
+    reason = ""
     if await request.read():
         body = await read_json(request, what='{"reason": "Cancelled"}')
-        given = body.get("reason", reason) if isinstance(body, dict) else None
+        given = body.get("reason", Reason.CANCELLED) if isinstance(body, dict) else None
         if given not in (Reason.CANCELLED, Reason.CLIENT_INTERRUPTED):
             raise SpecError(
                 f"reason must be {Reason.CANCELLED} or {Reason.CLIENT_INTERRUPTED}.",
                 field="reason",
                 got=str(given)[:80],
             )
-        reason = str(given)
+        reason = str(given) if given == Reason.CLIENT_INTERRUPTED else ""
     run = await ask(lambda: request.app[CONTEXT].service.cancel(name, reason))
     return web.json_response(run, status=HTTPStatus.ACCEPTED)
 
@@ -121,7 +121,7 @@ async def delete_run(request: web.Request, query: Query) -> web.StreamResponse:
         nonlocal unanswered
         try:
             await service.delete(name)
-        except TransportError:
+        except (TransportError, MeshTimeoutError):
             unanswered = True
             raise
         except NotFoundError:

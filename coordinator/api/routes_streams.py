@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Any
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -16,7 +15,7 @@ from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import SELECTOR
 from coordinator.api.streams import NDJSON_TYPE, SSE_TYPE, cut, ndjson, sse, stream, wants_sse
 from mesh.errors import NotFoundError, SpecError
-from mesh.resources import Event, LogLine
+from mesh.resources import Event, LogLine, Run
 from mesh.selectors import JOB_LABEL, Selector, event_labels, parse_selector
 
 EVENTS_PER_PULL = 200
@@ -64,9 +63,7 @@ def _last_event_id(request: web.Request) -> int:
         ) from error
 
 
-async def _pull(
-    context: ApiContext, after: int, run: str | None, limit: int, wait_s: float
-) -> list[dict[str, Any]]:
+async def _pull(context: ApiContext, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
     """Events, or nothing when the server stops meanwhile."""
     call = asyncio.ensure_future(
         ask(
@@ -85,7 +82,7 @@ async def _pull(
 
 async def _all_events(
     context: ApiContext, after: int, run: str | None, selector: Selector
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[Event]:
     while not context.stopping.is_set():
         for event in await _pull(context, after, run, EVENTS_PER_PULL, EVENTS_PULL_WAIT_S):
             after = event["seq"]
@@ -110,7 +107,7 @@ async def get_logs(request: web.Request, query: Query) -> web.StreamResponse:
     return await stream(request, lines, framing=framing, stopping=context.stopping, headers=headers)
 
 
-async def _run_of(request: web.Request, query: Query) -> dict[str, Any]:
+async def _run_of(request: web.Request, query: Query) -> Run:
     """The run that is meant: of this name and, when the reader comes back for the rest, of the same uid."""
     name = request.match_info["name"]
     run = await ask(lambda: request.app[CONTEXT].service.get_run(name))
@@ -123,7 +120,7 @@ async def _run_of(request: web.Request, query: Query) -> dict[str, Any]:
     return run
 
 
-def _existing_rank(run: dict[str, Any], rank: int | None) -> int | None:
+def _existing_rank(run: Run, rank: int | None) -> int | None:
     nodes = int(run["status"]["topology"]["nodes"])
     if rank is not None and rank >= nodes:
         raise NotFoundError(

@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. Everything goes in and comes out as plain JSON-able data, in the shape that the API shows (camelCase keys
-   as in a Job resource). The shapes are `coordinator.api.models`; the contract suite holds implementations
+   as in a Job resource). The shapes are `mesh.resources`; the contract suite holds implementations
    to them.
 2. What goes wrong is a `MeshError`. `NotFoundError` for a name that is not there, `ConflictError` for a
    state that does not allow the call, `TransportError` while the coordinator cannot be asked (it is being
@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-Resource = dict[str, Any]
-"""One JSON object of the API."""
+from mesh.resources import Attempt, DeploymentStatus, Event, LogLine, Machine, Run
+
+Json = dict[str, Any]
+"""One JSON object that is passed through."""
 
 
 class CoordinatorService(Protocol):
     """The coordinator, as the API sees it."""
 
-    async def submit(self, job: Resource, plan: Resource, request_id: str | None) -> Resource:
+    async def submit(self, job: Json, plan: Json, request_id: str | None) -> Run:
         """Journals a new run and returns it; durable before it returns.
 
         Args:
@@ -37,19 +39,19 @@ class CoordinatorService(Protocol):
         """
         ...
 
-    async def get_run(self, name: str) -> Resource:
+    async def get_run(self, name: str) -> Run:
         """The run of this name. Raises NotFoundError."""
         ...
 
-    async def list_runs(self, labels: Mapping[str, str]) -> list[Resource]:
+    async def list_runs(self, labels: Mapping[str, str]) -> list[Run]:
         """Every undeleted run that has all these labels, oldest first."""
         ...
 
-    async def cancel(self, name: str, reason: str) -> Resource:
+    async def cancel(self, name: str, reason: str) -> Run:
         """Asks for the run to be stopped and returns it at once; it has stopped when its state is terminal.
 
         A run that is being cancelled or has ended is returned as it is: a second cancel changes nothing.
-        Raises NotFoundError.
+        `reason` is ClientInterrupted or empty. Raises NotFoundError.
         """
         ...
 
@@ -60,15 +62,15 @@ class CoordinatorService(Protocol):
         """
         ...
 
-    async def list_attempts(self, labels: Mapping[str, str]) -> list[Resource]:
+    async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """Every attempt that has all these labels (`nodus.dev/job`, `nodus.dev/rank`), oldest epoch first."""
         ...
 
-    async def list_machines(self) -> list[Resource]:
+    async def list_machines(self) -> list[Machine]:
         """Every machine of the deployment, by name."""
         ...
 
-    async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Resource]:
+    async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
         """At most `limit` events with `seq > after`, in the order of `seq`.
 
         Waits up to `wait_s` for the first one when there is none yet; then an empty list. `run` is a name
@@ -76,8 +78,8 @@ class CoordinatorService(Protocol):
         """
         ...
 
-    async def status(self) -> Resource:
-        """Facts about the deployment as a whole: at least `{"state": "Ready" | "Starting" | "Stopping"}`."""
+    async def status(self) -> DeploymentStatus:
+        """The deployment as a whole."""
         ...
 
 
@@ -93,7 +95,7 @@ class LogReader(Protocol):
         tail: int | None,
         cursor: str | None,
         follow: bool,
-    ) -> AsyncIterator[Resource]:
+    ) -> AsyncIterator[LogLine]:
         """Lines of a run, all ranks merged in the order of their times.
 
         A line is `{"cursor", "at", "rank", "epoch", "stream", "text", "partial"}`. `cursor` is opaque:
@@ -108,7 +110,7 @@ class LogReader(Protocol):
         ...
 
 
-Grow = Callable[[int], Awaitable[list[Resource]]]
+Grow = Callable[[int], Awaitable[list[Machine]]]
 """Brings a local deployment to at least this many machines in all, waits for them, and returns all machines.
 
 Asking for fewer than there are changes nothing. Raises SpecError above the deployment's limit."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ SSE_RETRY_MS = 1000
 SSE_TYPE = "text/event-stream"
 NDJSON_TYPE = "application/x-ndjson"
 
-Item = dict[str, Any]
+Item = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
