@@ -16,11 +16,13 @@ from aiohttp import web
 
 from coordinator.api import routes_deployment, routes_runs, routes_streams
 from coordinator.api.auth import bearer_middleware
-from coordinator.api.endpoints import CONTEXT, ApiContext, Facts
+from coordinator.api.endpoints import CONTEXT, ApiContext
 from coordinator.api.failures import guard_requests
 from coordinator.api.openapi import build_document
 from coordinator.api.routes_deployment import DOCUMENT
 from coordinator.api.service import CoordinatorService, Grow, LogReader
+from mesh import __version__
+from mesh.spec import DeploymentFacts
 
 BODY_BYTES_MAX = 8 * 1024 * 1024
 """A megabyte of environment, every byte of it escaped in JSON, fits in."""
@@ -33,7 +35,7 @@ def make_app(
     logs: LogReader,
     *,
     token: str,
-    deployment_facts: Facts,
+    deployment_facts: DeploymentFacts,
     grow: Grow | None = None,
 ) -> web.Application:
     """The application, ready for a runner.
@@ -42,7 +44,7 @@ def make_app(
         service: the coordinator.
         logs: what was printed.
         token: what every request must carry; not empty.
-        deployment_facts: called for every request that needs them; see `mesh.submission.prepare`.
+        deployment_facts: what jobs are admitted to; the machines in it are replaced by those there are.
         grow: adds simulated machines; None where the deployment's machines are real ones.
     """
     app = web.Application(
@@ -52,7 +54,7 @@ def make_app(
     app[CONTEXT] = ApiContext(
         service=service, logs=logs, facts=deployment_facts, grow=grow, stopping=stopping
     )
-    app[DOCUMENT] = build_document(ENDPOINTS, version=str(deployment_facts().get("version", "")))
+    app[DOCUMENT] = document()
     for endpoint in ENDPOINTS:
         app.router.add_route(endpoint.method, endpoint.path, endpoint.__call__)
     app.on_shutdown.append(_end_streams)
@@ -65,6 +67,4 @@ async def _end_streams(app: web.Application) -> None:
 
 def document() -> dict[str, Any]:
     """The OpenAPI document of this version, without a server."""
-    from mesh import __version__
-
     return build_document(ENDPOINTS, version=__version__)

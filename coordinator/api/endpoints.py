@@ -16,12 +16,11 @@ from aiohttp import web
 
 from coordinator.api.service import CoordinatorService, Grow, LogReader
 from mesh.errors import SpecError
+from mesh.spec import DeploymentFacts
 
 Query = Mapping[str, Any]
 """Checked query parameters: every declared one is there, None when it was not given."""
 EndpointHandler = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
-Facts = Callable[[], Mapping[str, Any]]
-"""What the deployment is, at this moment: version, local, machines, accelerators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,8 @@ class ApiContext:
 
     service: CoordinatorService
     logs: LogReader
-    facts: Facts
+    facts: DeploymentFacts
+    """What the deployment is; machines and accelerators are asked for at every submit."""
     grow: Grow | None
     """None on a deployment whose machines are not ours to add."""
     stopping: asyncio.Event

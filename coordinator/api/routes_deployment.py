@@ -9,12 +9,13 @@ from typing_extensions import TypedDict
 
 from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Query, read_json
 from coordinator.api.retry import ask
+from mesh import __version__
 from mesh.errors import DeploymentError, SpecError
 from mesh.reasons import Reason
 from mesh.resources import DeploymentStatus, Machine, VersionInfo
 from mesh.selectors import machine_labels, parse_selector
+from mesh.spec import API_VERSION
 
-API_VERSION = "nodus.dev/v1"
 SELECTOR = Parameter(
     name="labelSelector",
     kind="string",
@@ -36,8 +37,7 @@ class GrowRequest(TypedDict):
 
 
 async def get_version(request: web.Request, query: Query) -> web.StreamResponse:
-    facts = request.app[CONTEXT].facts()
-    return web.json_response({"version": str(facts.get("version", "")), "api": API_VERSION})
+    return web.json_response({"version": __version__, "api": API_VERSION})
 
 
 async def get_status(request: web.Request, query: Query) -> web.StreamResponse:

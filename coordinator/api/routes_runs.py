@@ -19,8 +19,8 @@ from mesh.ids import new_run_uid
 from mesh.reasons import Reason
 from mesh.resources import Attempt, DryRun, Run, Submission
 from mesh.selectors import JOB_LABEL, attempt_labels, parse_selector, run_labels
-from mesh.spec import Job
-from mesh.submission import Prepared, dry_run_answer, prepare
+from mesh.spec import Job, job_from_data
+from mesh.submission import dry_run_answer, facts_now, prepare
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 IDEMPOTENCY_KEY_LENGTH_MAX = 255
@@ -53,8 +53,9 @@ class Deleted(TypedDict):
 async def submit_run(request: web.Request, query: Query) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = await read_json(request, what="a Job")
+    facts = facts_now(context.facts, await ask(context.service.list_machines))
     # up to a megabyte of environment is validated: off the loop, so that no stream stutters
-    prepared = await asyncio.to_thread(prepare, body, facts=context.facts())
+    prepared = await asyncio.to_thread(lambda: prepare(job_from_data(body, source=""), facts=facts))
     if query["dryRun"]:
         return web.json_response(dry_run_answer(prepared))
     request_id = _request_id(request, body)
@@ -210,5 +211,3 @@ ENDPOINTS = (
         answers=(Answer(text="Attempts.", shape=AttemptList),),
     ),
 )
-
-__all__ = ["ENDPOINTS", "Prepared"]
