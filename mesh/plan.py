@@ -51,6 +51,8 @@ class RunPlan:
     def to_record(self) -> dict[str, Any]:
         """Plain JSON-able data; `from_record` is the inverse."""
         record = asdict(self)
+        record["command"] = list(self.command)
+        record["gpu_types"] = list(self.gpu_types)
         record["env"] = [list(pair) for pair in self.env]
         record["labels"] = [list(pair) for pair in self.labels]
         return record

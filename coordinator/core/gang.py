@@ -563,8 +563,9 @@ class GangCore:
             replace(member, settlement=Settlement.CONFIRMED, fenced_exit=event.exit, ended_at=ended_at)
         )
         if self.gang.outcome is None and not member.succeeded:
-            # It fenced itself (lease lost to it, or its processes were lost) before anybody asked.
-            message = f"Rank {member.rank} on {member.machine} stopped itself: it had lost its lease."
+            # It fenced itself before anybody asked.
+            why = event.message or "it had lost its lease."
+            message = f"Rank {member.rank} on {member.machine} stopped itself: {why}"
             if not self.gang.barrier_open:
                 self._assembly_failed(Reason.LEASE_LOST, message)
             else:

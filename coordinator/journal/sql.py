@@ -81,6 +81,13 @@ class SqlJournal:
             sa.event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
         else:
             self._engine = create_async_engine(self._url, pool_pre_ping=True)
+        try:
+            await self._make_tables()
+        except StorageError:
+            await self.close()
+            raise
+
+    async def _make_tables(self) -> None:
         async with self._transaction() as connection:
             await connection.run_sync(_metadata.create_all)
             found = (

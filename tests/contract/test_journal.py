@@ -1,0 +1,167 @@
+"""What every journal must do, on SQLite and (where a server can be started) on PostgreSQL."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.core.effects import Announcement
+from coordinator.core.gang_state import Gang
+from coordinator.journal import RunRow, SqlJournal
+from mesh.errors import ConflictError, StorageError
+from mesh.ids import Epoch, Rank, RunName, RunUid
+from mesh.plan import RunPlan
+from mesh.reasons import Reason
+
+
+def _row(uid: str, name: str, created_at: float = 1.0) -> RunRow:
+    gang = Gang(uid=RunUid(uid), plan=RunPlan(name=RunName(name), command=("true",)), created_at=created_at)
+    return RunRow(
+        uid=gang.uid, name=name, job={"spec": {"x": "ü\n"}}, record=gang.to_record(), created_at=created_at
+    )
+
+
+def _said(message: str) -> Announcement:
+    return Announcement(kind="Said", message=message, epoch=Epoch(1), rank=Rank(0), reason=Reason.COMPLETED)
+
+
+def _find_postgres() -> tuple[str, str] | None:
+    for folder in [*map(str, Path("/usr/lib/postgresql").glob("*/bin")), *os.get_exec_path()]:
+        initdb, postgres = Path(folder) / "initdb", Path(folder) / "postgres"
+        if initdb.exists() and postgres.exists():
+            return str(initdb), str(postgres)
+    return None
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL server of the test's own, on a socket in a private folder."""
+    found = _find_postgres()
+    if found is None:
+        pytest.skip("PostgreSQL's server is not installed here")
+    pytest.importorskip("asyncpg", reason="the extra 'postgres' is not installed")
+    initdb, postgres = found
+    user = "nobody" if os.geteuid() == 0 else None
+    folder = Path(tempfile.mkdtemp(prefix="gm-pg-"))
+    if user:
+        shutil.chown(folder, user)
+    data = folder / "data"
+    subprocess.run(
+        [initdb, "-D", data, "-U", "mesh", "-A", "trust", "--no-sync"],
+        check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    server = subprocess.Popen(
+        [postgres, "-D", data, "-k", str(folder), "-c", "listen_addresses=", "-c", "fsync=off"],
+        user=user, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            if "ready to accept connections" in line:
+                break
+        yield f"postgresql://mesh@/postgres?host={folder}"
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+        assert server.stderr is not None
+        server.stderr.close()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def journal(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqlJournal]:
+    urls = {"sqlite": lambda: f"sqlite:///{tmp_path}/journal.db"}
+    url = urls.get(request.param, lambda: request.getfixturevalue("postgres_url"))()
+    journal = SqlJournal(url)
+    await journal.open()
+    for row in await journal.runs():
+        await journal.delete_run(row.uid, 2.0)
+    yield journal
+    await journal.close()
+
+
+async def test_a_run_comes_back_as_it_was_written(journal: SqlJournal) -> None:
+    row = _row(os.urandom(8).hex(), "alpha")
+    assert await journal.create_run(row, request_id=None) == row
+    assert await journal.runs() == [row]
+
+
+async def test_a_name_belongs_to_one_undeleted_run(journal: SqlJournal) -> None:
+    first = _row(os.urandom(8).hex(), "twin")
+    await journal.create_run(first, request_id=None)
+    with pytest.raises(ConflictError) as caught:
+        await journal.create_run(_row(os.urandom(8).hex(), "twin"), request_id=None)
+    assert caught.value.reason is Reason.ALREADY_EXISTS
+    assert "mesh delete twin" in caught.value.hint
+    await journal.delete_run(first.uid, 3.0)
+    second = _row(os.urandom(8).hex(), "twin")
+    await journal.create_run(second, request_id=None)
+    assert await journal.runs() == [second]
+
+
+async def test_a_repeated_request_finds_its_first_run(journal: SqlJournal) -> None:
+    request_id = os.urandom(8).hex()
+    first = _row(os.urandom(8).hex(), "once")
+    await journal.create_run(first, request_id=request_id)
+    again = await journal.create_run(_row(os.urandom(8).hex(), "once"), request_id=request_id)
+    assert again.uid == first.uid
+
+
+async def test_a_commit_replaces_the_record_and_adds_the_events_in_order(journal: SqlJournal) -> None:
+    row = _row(os.urandom(8).hex(), "beta")
+    other = _row(os.urandom(8).hex(), "gamma", created_at=2.0)
+    await journal.create_run(row, request_id=None)
+    await journal.create_run(other, request_id=None)
+    before = max((e.seq for e in await journal.events(after=0, uid=None, limit=1000)), default=0)
+    await journal.commit(row.uid, {**row.record, "epoch": 7}, [_said("one"), _said("two")], 5.0)
+    await journal.commit(other.uid, other.record, [_said("three")], 6.0)
+    assert (await journal.runs())[0].record["epoch"] == 7
+    events = await journal.events(after=before, uid=None, limit=10)
+    assert [(e.run, e.message) for e in events] == [("beta", "one"), ("beta", "two"), ("gamma", "three")]
+    assert [e.seq for e in events] == sorted(e.seq for e in events)
+    assert (events[0].reason, events[0].rank, events[0].epoch, events[0].at) == ("Completed", 0, 1, 5.0)
+    assert [e.message for e in await journal.events(after=events[0].seq, uid=row.uid, limit=10)] == ["two"]
+    assert len(await journal.events(after=before, uid=None, limit=2)) == 2
+
+
+async def test_what_was_committed_is_there_for_the_next_process(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/journal.db"
+    first = SqlJournal(url)
+    await first.open()
+    row = _row("00000000000000bb", "kept")
+    await first.create_run(row, request_id=None)
+    second = SqlJournal(url)  # the first one never closed: it crashed
+    await second.open()
+    assert await second.runs() == [row]
+    await second.close()
+    await first.close()
+
+
+async def test_a_full_disk_is_said_and_reading_goes_on(tmp_path: Path) -> None:
+    """SQLite's own page limit stands for the disk: it fails with the same error at the same place."""
+    journal = SqlJournal(f"sqlite:///{tmp_path}/journal.db")
+    await journal.open()
+    row = _row("00000000000000cc", "big")
+    await journal.create_run(row, request_id=None)
+    async with journal._transaction() as connection:
+        pages = (await connection.exec_driver_sql("PRAGMA page_count")).scalar()
+        await connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(StorageError) as caught:
+        await journal.commit(row.uid, {**row.record, "message": "x" * 1_000_000}, [], 1.0)
+    assert caught.value.reason is Reason.STORAGE_FULL
+    assert await journal.runs() == [row]
+    async with journal._transaction() as connection:
+        await connection.exec_driver_sql("PRAGMA max_page_count=100000")
+    await journal.commit(row.uid, {**row.record, "message": "x"}, [], 1.0)
+    await journal.close()
+
+
+async def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    journal = SqlJournal(f"sqlite:///{tmp_path}/nowhere/journal.db")
+    with pytest.raises(StorageError) as caught:
+        await journal.open()
+    assert caught.value.reason is Reason.STATE_NOT_WRITABLE
