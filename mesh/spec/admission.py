@@ -1,0 +1,185 @@
+"""What this deployment can do of what a valid job asks for.
+
+A field is refused with `NotAvailableYet` exactly where ignoring it would change what happens. The rules:
+
+| field                        | rule                                                                                  |
+|------------------------------|---------------------------------------------------------------------------------------|
+| distributed.launcher         | Plain and Torchrun run. The others are refused: their commands would start without    |
+|                              | what they expect (a Ray cluster, a hostfile, ACCELERATE_*)                            |
+| image                        | refused: the command would run in another environment than the one asked for          |
+| maxCost                      | accepted where machines cost nothing: nothing can pass it. Refused elsewhere: it      |
+|                              | would not be enforced                                                                 |
+| recovery.onProcessFailure    | Fail runs; RestartGang and RestartRank are refused: the run would fail instead        |
+| recovery.maxAttempts         | accepted: it is an upper bound, and never passed                                      |
+| distributed.network          | Colocated, Regional and Global all hold where every machine is in one place, so they  |
+|                              | are accepted there. A deployment over several places refuses what it cannot bound     |
+|                              | (Colocated, Regional). Global always shows the condition WANBound                     |
+| distributed.transport        | accepted: Auto only admits more than Direct, and the best path is taken anyway. The   |
+|                              | warning RelayedLowBandwidth stands where a relayed path is possible                   |
+| startupTimeout, gracePeriod, | in force                                                                              |
+| maxAssemblyRetries, env,     |                                                                                       |
+| workingDir, labels           |                                                                                       |
+| resources.gpu, nodes         | accepted, with a warning when the machines that are there do not have it: the run     |
+|                              | waits as Pending and says why                                                         |
+| command                      | `mesh.command_check`: refused where it makes worlds of its own, else warned about     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mesh.command_check import check_command
+from mesh.contract import PLAIN_RANK_NAMES, SUPPORTED_LAUNCHERS
+from mesh.errors import SpecError
+from mesh.plan import RunPlan
+from mesh.reasons import Reason
+from mesh.spec.model import Job
+from mesh.spec.problems import Problem, spec_error
+from mesh.spec.resolution import resolve
+from mesh.states import FailurePolicy, LauncherKind, NetworkScope, TransportPolicy
+from mesh.topology import GPUS_PER_NODE_CHOICES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFacts:
+    """What is known of a deployment when a job is submitted to it."""
+
+    machines: int
+    """How many it has now."""
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """Per accelerator type, the most that one machine has."""
+    machines_cost_nothing: bool = True
+    grows_by_itself: bool = False
+    """Machines are bought when they are needed, so what is there now is no bound."""
+    single_site: bool = True
+    """All machines are with one provider in one region, on one network."""
+    relay_possible: bool = False
+
+    @property
+    def machine_sizes(self) -> tuple[int, ...]:
+        """The GPU counts that one machine can hold; all of them when nothing is known."""
+        most = max(self.gpus.values(), default=0)
+        if self.grows_by_itself or most == 0:
+            return GPUS_PER_NODE_CHOICES
+        return tuple(size for size in GPUS_PER_NODE_CHOICES if size <= most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWarning:
+    """Something that the user should know and that does not stop the run."""
+
+    type: str
+    """A word for programs, such as `WANBound`."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}"
+
+
+def admit(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
+    """Warnings about a job on this deployment.
+
+    Raises:
+        SpecError: with reason NotAvailableYet for everything that cannot be done here yet, or InvalidSpec for a command
+            that would make worlds of its own.
+    """
+    if unavailable := _unavailable(job, facts):
+        raise spec_error(unavailable, source="", reason=Reason.NOT_AVAILABLE_YET)
+    plan = resolve(job, facts=facts)
+    findings = check_command(plan)
+    if refused := [finding for finding in findings if finding.refuses]:
+        raise SpecError(
+            " ".join(finding.message for finding in refused),
+            hint=" ".join(dict.fromkeys(finding.remedy for finding in refused)),
+            field="spec.command",
+            got=refused[0].flag,
+        )
+    warnings = [
+        JobWarning(type="CommandOverridesContract", message=f"{finding.message} {finding.remedy}")
+        for finding in findings
+    ]
+    return warnings + _env_warnings(plan) + _path_warnings(job, facts) + _capacity_warnings(plan, facts)
+
+
+def _unavailable(job: Job, facts: DeploymentFacts) -> list[Problem]:
+    spec = job.spec
+    found: list[Problem] = []
+
+    def refuse(path: tuple[str, ...], got: str, text: str) -> None:
+        found.append(Problem(f"Not available yet: {text}.", path=("spec", *path), got=got))
+
+    if spec.distributed.launcher not in SUPPORTED_LAUNCHERS:
+        known = " and ".join(sorted(SUPPORTED_LAUNCHERS))
+        refuse(("distributed", "launcher"), spec.distributed.launcher, f"this deployment starts {known}")
+    if spec.image is not None:
+        refuse(("image",), spec.image, "commands run in the machine's own environment, not in a container")
+    if spec.max_cost is not None and not facts.machines_cost_nothing:
+        refuse(("maxCost",), spec.max_cost, "the cost of a run is not limited on this deployment")
+    if spec.recovery.on_process_failure is not FailurePolicy.FAIL:
+        refuse(
+            ("recovery", "onProcessFailure"),
+            spec.recovery.on_process_failure,
+            "a command that exits non-zero fails the run (Fail)",
+        )
+    if not facts.single_site and spec.distributed.network is not NetworkScope.GLOBAL:
+        refuse(
+            ("distributed", "network"),
+            spec.distributed.network,
+            "this deployment has machines in several places and cannot keep a gang in one of them; Global is available",
+        )
+    return found
+
+
+def _env_warnings(plan: RunPlan) -> list[JobWarning]:
+    if plan.launcher is not LauncherKind.PLAIN:
+        return []
+    overridden = [name for name, _ in plan.env if name in PLAIN_RANK_NAMES]
+    if not overridden:
+        return []
+    return [
+        JobWarning(
+            type="EnvOverridden",
+            message=f"{', '.join(overridden)} in env: every rank of a Plain run is given its own value.",
+        )
+    ]
+
+
+def _path_warnings(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
+    found: list[JobWarning] = []
+    if job.spec.distributed.network is NetworkScope.GLOBAL:
+        found.append(
+            JobWarning(
+                type="WANBound", message="Training between distant machines is limited by the network."
+            )
+        )
+    if job.spec.distributed.transport is TransportPolicy.AUTO and facts.relay_possible:
+        found.append(
+            JobWarning(
+                type="RelayedLowBandwidth",
+                message="A relayed path is possible: it is slow and fits small models only.",
+            )
+        )
+    return found
+
+
+def _capacity_warnings(plan: RunPlan, facts: DeploymentFacts) -> list[JobWarning]:
+    """Why the run would wait. Which machines are free now is the placement's to say, not ours."""
+    if facts.grows_by_itself:
+        return []
+    reasons: list[str] = []
+    if plan.nodes > facts.machines:
+        reasons.append(f"the run needs {plan.nodes} machines and this deployment has {facts.machines}")
+    if plan.gpus_per_node and (reason := _gpu_reason(plan, facts)):
+        reasons.append(reason)
+    return [JobWarning(type="NoSuchCapacity", message=f"The run will wait: {reason}.") for reason in reasons]
+
+
+def _gpu_reason(plan: RunPlan, facts: DeploymentFacts) -> str | None:
+    have = {name.upper(): count for name, count in facts.gpus.items()}
+    offered = {name: have.get(name, 0) for name in plan.gpu_types} if plan.gpu_types else have
+    if max(offered.values(), default=0) >= plan.gpus_per_node:
+        return None
+    wanted = f"{plan.gpus_per_node} × {' or '.join(plan.gpu_types) or 'GPU'} on each machine"
+    there = ", ".join(f"at most {count} × {name}" for name, count in sorted(have.items())) or "no GPU"
+    return f"it needs {wanted}, and the machines of this deployment have {there}"
