@@ -38,6 +38,7 @@ from mesh.states import RunState
 
 RUNS_MAX = 10_000
 EVENTS_PAGE_MAX = 1_000
+STOP_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +87,19 @@ class Coordinator:
         """Stops deciding; the gangs run on. Idempotent."""
         self._is_stopping = True
         self._news.set()
-        for task in self._driver_tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._driver_tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(self._stop_driver(uid) for uid in list(self._drivers)))
         await self._journal.close()
+
+    async def _stop_driver(self, uid: RunUid) -> None:
+        """Lets the driver end what it is at; one that cannot (the disk is full) is cut off."""
+        task, driver = self._driver_tasks.pop(uid), self._drivers.pop(uid)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await driver.stop()
+                await asyncio.wait([task])
+        except TimeoutError:
+            task.cancel()
+            await asyncio.wait([task], timeout=STOP_TIMEOUT_S)
 
     def _adopt(self, gang: Gang, job: dict[str, Any]) -> GangDriver:
         driver = GangDriver(
@@ -175,8 +185,9 @@ class Coordinator:
                 hint="Try again in a moment." if state.is_terminal else f"Stop it first: mesh cancel {name}",
             )
         await self._journal.delete_run(driver.uid, self._now().wall)
-        self._driver_tasks.pop(driver.uid).cancel()
-        del self._drivers[driver.uid], self._jobs[driver.uid], self._names[name]
+        if self._names.pop(name, None) is not None:  # else somebody else deleted it meanwhile
+            del self._jobs[driver.uid]
+            await self._stop_driver(driver.uid)
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""

@@ -75,7 +75,8 @@ def real_now() -> Now:
 
 @dataclass(slots=True)
 class _Letter:
-    event: GangEvent
+    event: GangEvent | None
+    """None asks the driver to stop when everything before it is done."""
     durable: asyncio.Future[None] | None = field(default=None)
 
 
@@ -132,11 +133,17 @@ class GangDriver:
         gang = self.core.gang
         return gang.state.is_terminal and not gang.release_pending
 
+    async def stop(self) -> None:
+        """Asks `run` to end once what is in the inbox has been handled. A write is never cut in half by it."""
+        await self._inbox.put(_Letter(None))
+
     async def run(self) -> None:
-        """Handles events until the task is cancelled."""
+        """Handles events until `stop`."""
         try:
-            while True:
+            is_stopping = False
+            while not is_stopping:
                 letters = await self._next_letters()
+                is_stopping = any(letter.event is None for letter in letters)
                 await self._handle(letters)
         finally:
             for task in list(self._tasks.values()):
@@ -161,6 +168,8 @@ class GangDriver:
         effects: list[GangEffect] = []
         is_dirty = False
         for letter in letters:
+            if letter.event is None:
+                continue
             for effect in self.core.handle(letter.event, self._now()):
                 if isinstance(effect, Persist):
                     is_dirty = True

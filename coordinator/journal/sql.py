@@ -76,8 +76,11 @@ class SqlJournal:
 
     async def open(self) -> None:
         if self._is_sqlite:
-            # One connection: SQLite has one writer anyway, and reads here are short.
-            self._engine = create_async_engine(self._url, poolclass=sa.StaticPool)
+            # One connection, lent to one transaction at a time: SQLite has one writer anyway, and reads
+            # here are short.
+            self._engine = create_async_engine(
+                self._url, poolclass=sa.AsyncAdaptedQueuePool, pool_size=1, max_overflow=0
+            )
             sa.event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
         else:
             self._engine = create_async_engine(self._url, pool_pre_ping=True)

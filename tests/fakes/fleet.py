@@ -1,0 +1,99 @@
+"""A fleet and a store of which a test decides what happens, for the coordinator's shell without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from coordinator.core.events import Placement
+from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
+from mesh.errors import TransportError
+from mesh.ids import Epoch, Incarnation, MachineName, RunUid
+from mesh.messages import FenceOrder, JoinOrder, MemberStatus
+
+
+class FakeFleet:
+    """Machines `m0`, `m1`, …; orders and fences are only written down.
+
+    Args:
+        machines: how many there are.
+    """
+
+    def __init__(self, machines: int = 2) -> None:
+        self.names = [MachineName(f"m{i}") for i in range(machines)]
+        self.held: dict[tuple[RunUid, int], tuple[MachineName, ...]] = {}
+        self.orders: list[JoinOrder] = []
+        self.fences: list[FenceOrder] = []
+        self.dismissed: list[Incarnation] = []
+        self.unreachable = 0
+        """So many of the next calls fail as if Ray could not be reached."""
+        self._changed = asyncio.Condition()
+
+    async def machines(self) -> list[MachineFacts]:
+        return [
+            MachineFacts(
+                name=name, address=f"10.0.0.{i}", labels={"provider": "fake"}, gpu_type=None, gpu_count=0,
+                is_alive=True,
+            )
+            for i, name in enumerate(self.names)
+        ]  # fmt: skip
+
+    def free(self) -> list[MachineName]:
+        """Machines that nobody holds."""
+        held = {name for names in self.held.values() for name in names}
+        return [name for name in self.names if name not in held]
+
+    async def reserve(
+        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[str], None]
+    ) -> tuple[Placement, ...]:
+        async with self._changed:
+            key = (uid, reservation)
+            if key not in self.held:
+                if len(self.free()) < shape.nodes:
+                    on_waiting(why_waiting(shape, await self.machines(), {}))
+                    await self._changed.wait_for(lambda: len(self.free()) >= shape.nodes)
+                self.held[key] = tuple(self.free()[: shape.nodes])
+            return tuple(Placement(machine=m, address=f"{m}.test") for m in self.held[key])
+
+    async def release(self, uid: RunUid, reservation: int) -> None:
+        self._may_fail()
+        async with self._changed:
+            self.held.pop((uid, reservation), None)
+            self._changed.notify_all()
+
+    async def order(self, order: JoinOrder, reservation: int) -> None:
+        self._may_fail()
+        self.orders.append(order)
+
+    async def fence(self, order: FenceOrder) -> None:
+        self._may_fail()
+        self.fences.append(order)
+
+    async def member_status(self, incarnation: Incarnation) -> MemberStatus:
+        raise MemberGoneError("no such member")
+
+    async def dismiss(self, incarnation: Incarnation) -> None:
+        self.dismissed.append(incarnation)
+
+    def _may_fail(self) -> None:
+        if self.unreachable:
+            self.unreachable -= 1
+            raise TransportError("the member cannot be reached")
+
+
+class FakeStore:
+    """Writes down what it was told; barriers count as opened when a test says so."""
+
+    def __init__(self) -> None:
+        self.opened: set[tuple[RunUid, Epoch]] = set()
+        self.epochs: list[tuple[RunUid, Epoch, int]] = []
+        self.forgotten: list[tuple[RunUid, Epoch]] = []
+
+    async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int) -> None:
+        self.epochs.append((uid, epoch, size))
+
+    async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
+        return (uid, epoch) in self.opened
+
+    async def forget(self, uid: RunUid, epoch: Epoch) -> None:
+        self.forgotten.append((uid, epoch))

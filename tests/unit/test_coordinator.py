@@ -1,0 +1,276 @@
+"""The coordinator's shell with a real journal, and machines and store that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator.coordinator import Coordinator
+from coordinator.core.effects import OrderMember
+from coordinator.core.gang_state import Gang
+from coordinator.journal import SqlJournal
+from mesh.errors import ConflictError, NotFoundError, StorageError
+from mesh.ids import Epoch, Incarnation, Rank, RunName, RunUid, new_token
+from mesh.messages import (
+    CauseEvidence,
+    JoinOrder,
+    MemberArrived,
+    MemberExited,
+    MemberFenced,
+    MemberStarted,
+    ProcessExit,
+)
+from mesh.plan import Endpoint, RunPlan
+from mesh.resources import Run
+from mesh.states import RunState, Transport
+from tests.fakes.fleet import FakeFleet, FakeStore
+
+NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
+
+
+def _plan(name: str, nodes: int = 2) -> RunPlan:
+    return RunPlan(name=RunName(name), command=("true",), nodes=nodes)
+
+
+def _join_order(plan: RunPlan, effect: OrderMember) -> JoinOrder:
+    return JoinOrder(
+        incarnation=effect.incarnation, plan=plan, machine=effect.machine, store=NOWHERE, logs=NOWHERE,
+        transport=Transport.PRIVATE,
+    )  # fmt: skip
+
+
+class Bench:
+    """One coordinator at a time over one journal file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fleet = FakeFleet()
+        self.store = FakeStore()
+        self.coordinator = self._make()
+
+    def _make(self) -> Coordinator:
+        self.journal = SqlJournal(f"sqlite:///{self.folder}/journal.db")
+        return Coordinator(
+            journal=self.journal, fleet=self.fleet, store=self.store, join_order=_join_order,
+            deployment={"version": "0", "local": True},
+        )  # fmt: skip
+
+    async def restart(self) -> None:
+        """What a crash leaves: the journal, and the machines as they are."""
+        await self.coordinator.stop()
+        self.coordinator = self._make()
+        await self.coordinator.start()
+
+    async def submit(self, name: str, request_id: str | None = None) -> Run:
+        return await self.coordinator.submit({"spec": {}}, _plan(name).to_record(), request_id)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits for a condition; its deadline is far beyond what anything here takes."""
+        async with asyncio.timeout(10):
+            while not holds():
+                await asyncio.sleep(0.001)
+
+    async def until_state(self, name: str, state: RunState) -> Run:
+        async with asyncio.timeout(10):
+            while (run := await self.coordinator.get_run(name))["status"]["state"] != state:
+                await asyncio.sleep(0.001)
+            return run
+
+    def incarnations(self) -> list[Incarnation]:
+        return [order.incarnation for order in self.fleet.orders]
+
+    async def start_all(self) -> None:
+        await self.until(lambda: len(self.fleet.orders) >= 2)
+        uid, epoch = self.incarnations()[-1].run_uid, self.incarnations()[-1].epoch
+        for member in self.incarnations():
+            await self.coordinator.report(MemberArrived(incarnation=member, at=time.time()))
+        self.store.opened.add((uid, epoch))
+        self.coordinator.barrier_opened(uid, epoch)
+        for member in self.incarnations():
+            await self.coordinator.report(
+                MemberStarted(incarnation=member, at=time.time(), pid=1, master_port=29500)
+            )
+
+    async def end(self, member: Incarnation, code: int) -> None:
+        await self.coordinator.report(
+            MemberExited(
+                incarnation=member, at=time.time(), exit=ProcessExit(code=code), evidence=CauseEvidence()
+            )
+        )
+
+    async def fenced(self) -> None:
+        for member in self.incarnations():
+            await self.coordinator.report(MemberFenced(incarnation=member, at=time.time()))
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path)
+    await bench.coordinator.start()
+    yield bench
+    await bench.coordinator.stop()
+
+
+async def test_a_run_goes_from_submit_to_success_and_gives_its_machines_back(bench: Bench) -> None:
+    run = await bench.submit("good")
+    assert run["status"]["state"] == "Pending"
+    await bench.start_all()
+    run = await bench.until_state("good", RunState.RUNNING)
+    assert [r["state"] for r in run["status"]["ranks"]] == ["Running", "Running"]
+    assert (await bench.coordinator.status())["machines"] == {"Ready": 0, "InUse": 2, "Lost": 0}
+    for member in bench.incarnations():
+        await bench.end(member, 0)
+    await bench.fenced()
+    run = await bench.until_state("good", RunState.SUCCEEDED)
+    assert run["status"]["exitCode"] == 0
+    await bench.until(lambda: not bench.fleet.held)
+    assert {i.rank for i in bench.fleet.dismissed} == {0, 1}
+    attempts = await bench.coordinator.list_attempts({"nodus.dev/job": "good", "nodus.dev/rank": "1"})
+    assert [(a["rank"], a["epoch"], a["exit"]) for a in attempts] == [(1, 1, {"code": 0, "signal": None})]
+
+
+async def test_a_failure_is_fenced_and_its_exit_code_is_the_runs(bench: Bench) -> None:
+    await bench.submit("bad")
+    await bench.start_all()
+    await bench.end(bench.incarnations()[1], 42)
+    await bench.until(lambda: len(bench.fleet.fences) == 2)
+    await bench.fenced()
+    run = await bench.until_state("bad", RunState.FAILED)
+    assert run["status"]["exitCode"] == 42
+    assert run["status"]["cause"] is not None and run["status"]["cause"]["rank"] == 1
+
+
+async def test_a_name_is_taken_until_its_run_is_deleted(bench: Bench) -> None:
+    await bench.submit("twin")
+    with pytest.raises(ConflictError):
+        await bench.submit("twin")
+    with pytest.raises(ConflictError, match="mesh cancel twin"):
+        await bench.coordinator.delete("twin")
+    await bench.coordinator.cancel("twin", "")
+    await bench.until_state("twin", RunState.CANCELLED)
+    await bench.until(lambda: not bench.fleet.held)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await bench.coordinator.delete("twin")
+                break
+            except ConflictError:
+                await asyncio.sleep(0.001)
+    with pytest.raises(NotFoundError):
+        await bench.coordinator.get_run("twin")
+    await bench.submit("twin")
+
+
+async def test_four_twins_at_once_are_one_run(bench: Bench) -> None:
+    answers = await asyncio.gather(*(bench.submit("twin") for _ in range(4)), return_exceptions=True)
+    assert sum(isinstance(a, dict) for a in answers) == 1
+    assert sum(isinstance(a, ConflictError) for a in answers) == 3
+
+
+async def test_a_repeated_request_is_the_same_run(bench: Bench) -> None:
+    first = await bench.submit("once", "request-1")
+    again = await bench.submit("once", "request-1")
+    assert first["metadata"]["uid"] == again["metadata"]["uid"]
+    assert len(await bench.coordinator.list_runs({})) == 1
+
+
+async def test_a_second_gang_waits_until_all_its_machines_are_free_and_says_why(bench: Bench) -> None:
+    await bench.submit("first")
+    await bench.start_all()
+    await bench.submit("second")
+    await bench.until(lambda: len(bench.fleet.held) == 1)
+    async with asyncio.timeout(10):
+        while "all at once" not in ((await bench.coordinator.get_run("second"))["status"]["message"] or ""):
+            await asyncio.sleep(0.001)
+    for member in bench.incarnations():
+        await bench.end(member, 0)
+    await bench.fenced()
+    await bench.until_state("second", RunState.ASSEMBLING)
+
+
+async def test_a_coordinator_that_comes_back_knows_everything_and_restarts_nobody(bench: Bench) -> None:
+    await bench.submit("going")
+    await bench.start_all()
+    before = await bench.until_state("going", RunState.RUNNING)
+    await bench.restart()
+    after = await bench.until_state("going", RunState.RUNNING)
+    assert after == before
+    assert len(bench.fleet.orders) == 2
+    for member in bench.incarnations():
+        await bench.end(member, 0)
+    await bench.restart()
+    await bench.fenced()
+    await bench.until_state("going", RunState.SUCCEEDED)
+    await bench.until(lambda: not bench.fleet.held)
+
+
+async def test_a_report_of_a_run_that_is_not_known_needs_no_repeating(bench: Bench) -> None:
+    stranger = Incarnation(
+        run_uid=RunUid("ffffffffffffffff"), epoch=Epoch(1), rank=Rank(0), token=new_token()
+    )
+    assert await bench.coordinator.report(MemberArrived(incarnation=stranger, at=0.0))
+
+
+async def test_events_are_waited_for_and_come_once(bench: Bench) -> None:
+    await bench.submit("told")
+    events = await bench.coordinator.events(0, "told", 100, 5.0)
+    assert events[0]["kind"] == "Submitted"
+    waiting = asyncio.create_task(bench.coordinator.events(10_000, None, 10, 0.05))
+    assert await waiting == []
+    last = max(e["seq"] for e in await bench.coordinator.events(0, None, 100, 0))
+    later = asyncio.create_task(bench.coordinator.events(last, "told", 100, 10.0))
+    await asyncio.sleep(0)
+    await bench.coordinator.cancel("told", "enough")
+    assert (await later)[0]["message"] == "enough"
+
+
+async def test_unreachable_members_are_asked_again(bench: Bench) -> None:
+    bench.fleet.unreachable = 3
+    await bench.submit("patient")
+    await bench.until(lambda: len(bench.fleet.orders) == 2)
+
+
+async def test_a_full_disk_refuses_new_work_keeps_what_runs_and_ends_when_there_is_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.submit("running")
+    await bench.start_all()
+    is_full = True
+    commit = SqlJournal.commit
+
+    async def commit_if_there_is_room(self: SqlJournal, *args: object) -> None:
+        if is_full:
+            raise StorageError("The journal cannot be written: database or disk is full.")
+        await commit(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SqlJournal, "commit", commit_if_there_is_room)
+    report = asyncio.create_task(bench.end(bench.incarnations()[0], 0))
+    await bench.until(lambda: bench.coordinator._storage_trouble() is not None)
+    with pytest.raises(StorageError, match="New work is refused"):
+        await bench.submit("more")
+    assert (await bench.coordinator.get_run("running"))["status"]["state"] == "Running"
+    assert "journal" in (await bench.coordinator.status())["details"]
+    assert not bench.fleet.fences and not report.done()
+    is_full = False
+    await report
+    await bench.submit("more")
+
+
+async def test_shutdown_cancels_what_runs_and_waits_for_its_fence(bench: Bench) -> None:
+    await bench.submit("running")
+    await bench.start_all()
+    stopping = asyncio.create_task(bench.coordinator.shutdown(10.0))
+    await bench.until(lambda: len(bench.fleet.fences) == 2)
+    await bench.fenced()
+    assert await stopping == []
+    with pytest.raises(ConflictError, match="being stopped"):
+        await bench.submit("late")
+
+
+def test_a_record_is_read_back_as_it_was() -> None:
+    gang = Gang(uid=RunUid("00000000000000aa"), plan=_plan("x"), created_at=1.5)
+    assert Gang.from_record(gang.to_record()) == gang
