@@ -171,6 +171,10 @@ class SendWindow:
         assert self.sent < offset, "data goes forward only"
         self.sent = offset
 
+    def on_end(self, offset: int) -> None:
+        """The end was announced; it lies behind what was sent when the spool ends with a hole."""
+        self.sent = max(self.sent, offset)
+
     def on_ack(self, offset: int) -> None:
         """Raises RemoteProtocolError for an acknowledgement of what was not sent, or that goes back."""
         if not self.acked <= offset <= self.sent:

@@ -23,6 +23,8 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mesh.printable import printable
+
 LINE_BYTES_MAX = 1024 * 1024
 """A longer line is given in pieces of at most this many bytes."""
 
@@ -266,46 +268,3 @@ def _preview(text: bytearray) -> str:
     if len(text) > PARTIAL_BYTES_MAX:
         end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", end)
     return printable(_UNFINISHED_END.sub(b"", end))
-
-
-_UNSAFE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
-_SEQUENCE = re.compile(
-    r"(?P<colour>\x1b\[[0-9;:]*m)"
-    r"|\x1b\[[0-?]*[ -/]*[@-~]"  # other control sequences: cursor, erase, modes
-    r"|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # strings: titles, links, device control
-    r"|\x1b[ -/]*[0-~]"  # the other escapes
-    r"|(?P<control>[\x00-\x08\x0a-\x1f\x7f-\x9f])"
-)
-
-
-def printable(data: bytes) -> str:
-    """The text of a line, safe to show on a terminal (rule 3). `data` holds no line feed."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        text = data.decode(errors="backslashreplace")
-    if not _UNSAFE.search(text):
-        return text
-    if "\b" in text:
-        text = _take_back(text)
-    return _SEQUENCE.sub(_replace, text)
-
-
-def _replace(match: re.Match[str]) -> str:
-    if match["colour"]:
-        return match["colour"]
-    control = match["control"]
-    if not control:
-        return ""
-    code = ord(control)
-    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}"
-
-
-def _take_back(text: str) -> str:
-    kept: list[str] = []
-    for character in text:
-        if character != "\b":
-            kept.append(character)
-        elif kept:
-            kept.pop()
-    return "".join(kept)

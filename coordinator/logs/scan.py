@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,14 +79,27 @@ class RecordScanner:
         self._file = -1
         self._base = 0
         self._last_at = 0.0
+        self._closed = False
+        self._lock = threading.Lock()
+        """A reader that goes away closes while a thread may still be reading for it."""
 
     def close(self) -> None:
+        """Releases the file; reading gives nothing more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._close_file()
+
+    def _close_file(self) -> None:
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
 
     def read(self) -> Records | Gap | CaughtUp | Complete:
         """What comes next. After `Gap`, `offset` is behind it."""
+        with self._lock:
+            return CaughtUp() if self._closed else self._read()
+
+    def _read(self) -> Records | Gap | CaughtUp | Complete:
         if self._file >= 0 and (found := self._read_open_segment()):
             return found
         # Read before the listing: no segment can follow the end.
@@ -111,7 +125,7 @@ class RecordScanner:
         return next((s for s in listed if s.base > self.offset), None)
 
     def _enter(self, segment: Segment) -> Records | Gap | CaughtUp:
-        self.close()
+        self._close_file()
         try:
             self._file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -15,16 +15,16 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from coordinator.logs import layout
 from coordinator.logs.layout import EPOCH_MAX, RANK_MAX, AttemptKey
 from coordinator.logs.writer import AttemptWriter, Limits
-from mesh.errors import NotFoundError, RemoteProtocolError
+from mesh.errors import NotFoundError, RemoteProtocolError, StorageError
 from mesh.ids import Incarnation
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,13 @@ class LogStore:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
+    def later(self, function: Callable[[], None]) -> None:
+        """Calls a blocking function that never fails in one of the store's threads, some time soon."""
+        try:
+            self._threads.submit(function)
+        except RuntimeError:  # the store was closed before its reader
+            function()
+
     def close(self) -> None:
         """Waits for the threads; nothing may be asked of the store afterwards."""
         self._threads.shutdown(wait=True)
@@ -79,7 +86,7 @@ class LogStore:
         """The writer for an incarnation, standing where the last one stopped. Give it back with `release`.
 
         Raises NotFoundError for a deleted run, RemoteProtocolError for numbers out of all range or a second writer,
-        OSError when the folder cannot be read.
+        StorageError when the folder cannot be read.
         """
         run = layout.run_directory(self._root, incarnation.run_uid)
         epoch, rank = incarnation.epoch, incarnation.rank
@@ -91,9 +98,33 @@ class LogStore:
             key = self._claim(run, incarnation)
             if (incarnation.run_uid, key) in self._writers:
                 raise RemoteProtocolError("This incarnation's log is being written already.")
-            writer = AttemptWriter(run / key.directory_name(), token=incarnation.token, limits=self._limits)
+            directory = run / key.directory_name()
+            try:
+                writer = AttemptWriter(directory, token=incarnation.token, limits=self._limits)
+            except OSError as error:
+                raise StorageError(f"The log in {directory} cannot be opened: {error.strerror}.") from error
             self._writers[incarnation.run_uid, key] = writer
         return writer
+
+    @asynccontextmanager
+    async def writing(self, incarnation: Incarnation) -> AsyncIterator[AttemptWriter]:
+        """`open_writer` and `release`, whatever happens between them."""
+        opening = asyncio.ensure_future(self.run(self.open_writer, incarnation))
+        try:
+            writer = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._release_opened)
+            raise
+        try:
+            yield writer
+        finally:
+            await self.run(self.release, writer)
+
+    def _release_opened(self, opening: asyncio.Future[AttemptWriter]) -> None:
+        """Nobody waits for this writer any more."""
+        if not opening.cancelled() and opening.exception() is None:
+            writer = opening.result()
+            self.later(lambda: self.release(writer))
 
     def _claim(self, run: Path, incarnation: Incarnation) -> AttemptKey:
         """The incarnation's own folder: the one with its token, else the next free one."""
@@ -107,9 +138,9 @@ class LogStore:
             again += 1
 
     def release(self, writer: AttemptWriter) -> None:
-        """Closes a writer. Idempotent."""
+        """Closes a writer, after what it is just writing. Idempotent."""
+        writer.close()
         with self._lock:
-            writer.close()
             for place in [place for place, held in self._writers.items() if held is writer]:
                 del self._writers[place]
 

@@ -1,8 +1,8 @@
 """The one writer of an attempt's log on disk.
 
 Rules of this file:
-1. Blocking; one call at a time. Never raises OSError for what a disk can do: it drops, and what is dropped shows as
-   a gap between two segments. The job must go on, so what is dropped is acknowledged like the rest.
+1. Blocking; one call at a time, and none after `close`. Once open, never raises OSError for what a disk can do: it drops,
+   and what is dropped shows as a gap between two segments. The job must go on, so it is acknowledged like the rest.
 2. Written means handed to the kernel: it survives kill -9 of this process. Segments are synced when they are full
    and when the output ends, so a power cut of the head's machine costs at most the last segment of an attempt.
 3. Opening cuts away a last record that is not whole: the shipper sends it again.
@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from agents.spool import SEGMENT_BYTES, Record, SpoolCorruptError, parse_records
 from coordinator.logs import layout
 from coordinator.logs.layout import Segment
-from mesh.errors import RemoteProtocolError
+from mesh.errors import LocalProtocolError, RemoteProtocolError
 from mesh.log_protocol import OFFSET_MAX
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ class AttemptWriter:
         """The offset that is expected next; everything before it is written or given up."""
         self.ended = False
         """The output is complete."""
+        self._closed = False
+        self._lock = threading.Lock()
+        """A connection that is replaced closes while a thread may still be writing for it."""
         self._recover()
 
     def _recover(self) -> None:
@@ -99,6 +103,11 @@ class AttemptWriter:
 
         Raises RemoteProtocolError for data that is not records, that was given before, or far ahead.
         """
+        with self._lock:
+            self._check_open()
+            self._append(offset, data)
+
+    def _append(self, offset: int, data: bytes) -> None:
         if self.ended:
             raise RemoteProtocolError("The log shipper sent output after it had said that there is no more.")
         self._check_offset(offset)
@@ -120,8 +129,12 @@ class AttemptWriter:
 
     def finish(self, offset: int) -> None:
         """The output ends here. Raises RemoteProtocolError for an offset that cannot be."""
-        if self.ended:
-            return
+        with self._lock:
+            self._check_open()
+            if not self.ended:
+                self._finish(offset)
+
+    def _finish(self, offset: int) -> None:
         self._check_offset(offset)
         self._close_segment()
         self.end = max(self.end, offset)
@@ -133,7 +146,16 @@ class AttemptWriter:
             self._give_up(error)
 
     def close(self) -> None:
-        """Releases the open file. Idempotent."""
+        """Releases the open file; nothing can be written afterwards. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._close_file()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LocalProtocolError("This log is written by a newer connection.")
+
+    def _close_file(self) -> None:
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
@@ -190,7 +212,7 @@ class AttemptWriter:
         except OSError as error:
             # What could not be synced may be lost in a power cut; the bytes are still there to read.
             logger.warning("The log in %s could not be synced: %s.", self.directory, error.strerror)
-        self.close()
+        self._close_file()
 
     def _give_up(self, error: OSError) -> None:
         """The disk refused: what was written in full stays, the rest is lost."""
@@ -198,7 +220,7 @@ class AttemptWriter:
             logger.warning("The log in %s cannot be written: %s.", self.directory, error.strerror)
         self.refused = error.strerror or str(error)
         self._retry_at = self._clock() + RETRY_AFTER_LOSS_S
-        self.close()
+        self._close_file()
         if not self._kept:
             return
         last = self._kept[-1]
