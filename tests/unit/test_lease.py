@@ -1,0 +1,330 @@
+"""A lease as its holder sees it: tables of times, and the holder that was not running."""
+
+from __future__ import annotations
+
+import pytest
+
+from agents.core import lease as ls
+from agents.core.lease import Lease, LeasePhase, LeaseTerms
+from mesh.reasons import Reason
+
+TERMS = LeaseTerms(ttl_s=3.0, guard_s=0.3, heartbeat_s=0.5)
+START = 0.0
+
+
+class Holder:
+    """A lease and its clock; `now` counts from the start."""
+
+    def __init__(self, terms: LeaseTerms = TERMS) -> None:
+        self.lease = Lease(terms=terms, started_at=START)
+        self.effects: list[ls.LeaseEffect] = list(self.lease.start())
+
+    def tell(self, event: ls.LeaseEvent, at: float) -> list[ls.LeaseEffect]:
+        effects = self.lease.handle(event, START + at)
+        self.effects += effects
+        return effects
+
+    def confirm(self, at: float) -> list[ls.LeaseEffect]:
+        return self.tell(ls.Confirmed(request_id=self.lease.state.request_id), at)
+
+    def deny(self, at: float, *, reason: Reason, final: bool) -> list[ls.LeaseEffect]:
+        return self.tell(
+            ls.Denied(
+                request_id=self.lease.state.request_id, reason=reason, message=str(reason), final=final
+            ),
+            at,
+        )
+
+    @property
+    def deadline(self) -> float | None:
+        deadline = self.lease.next_deadline()
+        return None if deadline is None else deadline - START
+
+    @property
+    def phase(self) -> LeasePhase:
+        return self.lease.state.phase
+
+
+def holding() -> Holder:
+    """Granted at 0.0 by a store that answered at 0.1."""
+    holder = Holder()
+    holder.tell(ls.Connected(), 0.0)
+    holder.confirm(0.1)
+    assert holder.phase is LeasePhase.HOLDING
+    return holder
+
+
+def words(effects: list[ls.LeaseEffect]) -> list[str]:
+    return [e.word if isinstance(e, ls.Tell) else type(e).__name__ for e in effects]
+
+
+def run_until_over(holder: Holder) -> float:
+    """Wakes it exactly at its deadlines, nothing else happening; answers when the lease was over."""
+    at = 0.0
+    for _ in range(2000):
+        deadline = holder.lease.next_deadline()
+        if deadline is None:
+            return round(at, 6)
+        at = max(at, deadline)
+        holder.tell(ls.Woke(), at)
+    raise AssertionError("It wakes and wakes, and time does not pass.")
+
+
+def test_a_grant_counts_from_when_it_was_sent_not_from_when_it_was_answered() -> None:
+    holder = Holder()
+    holder.tell(ls.Connected(), 2.0)
+    assert words(holder.confirm(2.4)) == ["granted"]
+    assert holder.lease.end_at == pytest.approx(START + 2.0 + 2.7)
+
+
+def test_a_renewal_is_sent_every_heartbeat_from_the_last_one_sent() -> None:
+    holder = holding()
+    assert holder.deadline == pytest.approx(0.5)
+    (renew,) = holder.tell(ls.Woke(), 0.5)
+    assert renew == ls.Request(op="renew", request_id=2)
+    holder.confirm(0.55)
+    assert holder.deadline == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "guard_s", "heartbeat_s", "over_at"),
+    [(3.0, 0.3, 0.5, 2.7), (1.0, 0.1, 0.2, 0.9), (10.0, 1.0, 2.0, 9.0), (3.0, 0.0, 0.5, 3.0)],
+)
+def test_without_any_answer_it_is_over_at_ttl_minus_guard(
+    ttl_s: float, guard_s: float, heartbeat_s: float, over_at: float
+) -> None:
+    holder = Holder(LeaseTerms(ttl_s=ttl_s, guard_s=guard_s, heartbeat_s=heartbeat_s))
+    holder.tell(ls.Connected(), 0.0)
+    holder.confirm(0.05)
+    assert run_until_over(holder) == over_at
+    assert words(holder.effects)[-3:] == ["lost", "KillTree", "End"]
+
+
+@pytest.mark.parametrize("confirmed_at", [0.6, 1.5, 2.69])
+def test_every_confirmed_renewal_moves_the_end(confirmed_at: float) -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    holder.tell(ls.Confirmed(request_id=2), min(confirmed_at, 1.39))
+    assert holder.lease.end_at == pytest.approx(START + 0.5 + 2.7)
+
+
+def test_an_answer_that_is_read_late_still_counts_from_its_sending() -> None:
+    """The loop was held up past the end of the first grant, with the answer waiting in the socket."""
+    holder = holding()
+    holder.tell(ls.Woke(), 2.0)
+    assert words(holder.confirm(2.9)) == ["Request"]
+    assert holder.phase is LeasePhase.HOLDING
+    assert holder.lease.end_at == pytest.approx(START + 2.0 + 2.7)
+
+
+def test_an_answer_to_an_older_request_is_not_believed() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    holder.tell(ls.Confirmed(request_id=1), 0.6)
+    assert holder.lease.end_at == pytest.approx(START + 2.7)
+
+
+def test_an_older_epoch_is_over_at_once() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    effects = holder.deny(0.6, reason=Reason.STALE_EPOCH, final=True)
+    assert words(effects) == ["lost", "KillTree", "End"]
+    assert isinstance(effects[0], ls.Tell)
+    assert effects[0].reason is Reason.STALE_EPOCH
+
+
+def test_a_lost_connection_is_made_again_and_renewed_within_the_lease() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    assert holder.tell(ls.ConnectionLost(), 0.6) == []
+    assert holder.tell(ls.Woke(), 0.65) == [ls.Connect()]
+    assert holder.tell(ls.ConnectionLost(), 0.65) == []
+    assert holder.tell(ls.Woke(), 0.701) == [ls.Connect()]
+    assert words(holder.tell(ls.Connected(), 0.9)) == ["Request"]
+    holder.confirm(1.0)
+    assert holder.lease.end_at == pytest.approx(START + 0.9 + 2.7)
+
+
+def test_a_connection_that_says_nothing_is_replaced_while_there_is_time() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    assert holder.deadline == pytest.approx(1.4)
+    assert holder.tell(ls.Woke(), 1.401) == [ls.Connect()]
+    assert holder.deadline == pytest.approx(2.301)
+    assert holder.tell(ls.Woke(), 2.302) == [ls.Connect()]
+    assert words(holder.tell(ls.Woke(), 2.7)) == ["lost", "KillTree", "End"]
+
+
+def test_a_restarted_store_that_does_not_know_the_gang_yet_is_asked_until_the_end() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    holder.deny(0.6, reason=Reason.UNKNOWN_GANG, final=False)
+    assert holder.phase is LeasePhase.HOLDING
+    assert holder.deadline == pytest.approx(0.7)
+    assert words(holder.tell(ls.Woke(), 0.7)) == ["Request"]
+    holder.confirm(0.75)
+    assert holder.lease.end_at == pytest.approx(START + 0.7 + 2.7)
+
+
+def test_a_store_that_never_learns_of_the_gang_costs_the_lease_in_time() -> None:
+    holder = holding()
+    at = 0.5
+    for _ in range(200):
+        if holder.phase is not LeasePhase.HOLDING:
+            break
+        sent = [e for e in holder.tell(ls.Woke(), at) if isinstance(e, ls.Request)]
+        if sent:
+            holder.deny(at, reason=Reason.UNKNOWN_GANG, final=False)
+        at = holder.deadline or at
+    assert at == pytest.approx(2.7)
+    assert isinstance(holder.effects[-3], ls.Tell)
+    assert "UnknownGang" in holder.effects[-3].message
+
+
+@pytest.mark.parametrize(
+    ("slept_until", "first"),
+    [(2.75, "lost"), (3.1, "lost"), (3.3, "FreezeTree"), (60.0, "FreezeTree"), (90_000.0, "FreezeTree")],
+)
+def test_only_who_was_not_running_may_ask_before_it_kills(slept_until: float, first: str) -> None:
+    """The last deadline that it asked for is the end itself, at 2.7: later by more than 0.5 s means asleep."""
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    holder.tell(ls.ConnectionLost(), 0.6)
+    for at in (0.651, 1.552, 2.453):
+        assert holder.tell(ls.Woke(), at) == [ls.Connect()]
+    assert holder.deadline == pytest.approx(2.7)
+    assert words(holder.tell(ls.Woke(), slept_until))[0] == first
+
+
+def asking() -> Holder:
+    """Held until 2.7, slept until 60."""
+    holder = holding()
+    assert words(holder.tell(ls.Woke(), 60.0)) == ["FreezeTree", "frozen", "Request"]
+    assert holder.phase is LeasePhase.ASKING
+    return holder
+
+
+def test_who_slept_and_is_renewed_goes_on() -> None:
+    holder = asking()
+    assert words(holder.confirm(60.1)) == ["ThawTree", "thawed"]
+    assert holder.phase is LeasePhase.HOLDING
+    assert holder.lease.end_at == pytest.approx(START + 60.0 + 2.7)
+
+
+def test_who_slept_and_is_refused_kills() -> None:
+    holder = asking()
+    assert words(holder.deny(60.1, reason=Reason.STALE_EPOCH, final=True)) == ["lost", "KillTree", "End"]
+
+
+def test_who_slept_and_gets_no_answer_kills_within_the_short_limit() -> None:
+    holder = asking()
+    assert run_until_over(holder) == 60.0 + ls.ASK_LIMIT_S
+    assert words(holder.effects)[-3:] == ["lost", "KillTree", "End"]
+    assert ls.Connect() in holder.effects[-6:]  # a dead connection was replaced before giving up
+
+
+def test_an_answer_from_before_the_sleep_thaws_nothing() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    assert words(holder.tell(ls.Woke(), 60.0))[0] == "FreezeTree"
+    assert holder.tell(ls.Confirmed(request_id=2), 60.01) == []
+    assert holder.phase is LeasePhase.ASKING
+
+
+def test_the_parent_that_dies_takes_the_tree_with_it_and_nothing_is_released() -> None:
+    holder = holding()
+    assert words(holder.tell(ls.ParentDied(), 0.2)) == ["KillTree", "End"]
+
+
+def test_a_release_is_confirmed_and_ends_without_a_kill() -> None:
+    holder = holding()
+    (release,) = holder.tell(ls.ReleaseAsked(), 0.2)
+    assert release == ls.Request(op="release", request_id=2)
+    assert words(holder.confirm(0.3)) == ["released", "End"]
+    assert ls.KillTree() not in holder.effects
+
+
+@pytest.mark.parametrize("event", [ls.ConnectionLost(), ls.Woke()])
+def test_a_release_that_nobody_answers_ends_all_the_same(event: ls.LeaseEvent) -> None:
+    holder = holding()
+    holder.tell(ls.ReleaseAsked(), 0.2)
+    assert words(holder.tell(event, 0.2 + ls.ASK_LIMIT_S)) == ["End"]
+    assert ls.KillTree() not in holder.effects
+
+
+def test_a_refused_release_ends_all_the_same() -> None:
+    holder = holding()
+    holder.tell(ls.ReleaseAsked(), 0.2)
+    assert words(holder.deny(0.3, reason=Reason.STALE_EPOCH, final=True)) == ["End"]
+
+
+def test_a_release_before_any_grant_just_ends() -> None:
+    assert words(Holder().tell(ls.ReleaseAsked(), 0.1)) == ["End"]
+
+
+def test_a_lease_that_is_refused_is_told_with_its_reason() -> None:
+    holder = Holder()
+    holder.tell(ls.Connected(), 0.0)
+    effects = holder.deny(0.1, reason=Reason.STALE_EPOCH, final=True)
+    assert words(effects) == ["refused", "End"]
+
+
+def test_a_store_that_is_away_from_the_start_is_waited_for_with_a_limit() -> None:
+    holder = Holder()
+    assert run_until_over(holder) == ls.ACQUIRE_LIMIT_S
+    assert words(holder.effects)[-2:] == ["refused", "End"]
+    assert ls.KillTree() not in holder.effects
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ls.Connected(),
+        ls.ConnectionLost(),
+        ls.Confirmed(request_id=1),
+        ls.Denied(request_id=1, reason=Reason.STALE_EPOCH, message="", final=True),
+        ls.ReleaseAsked(),
+        ls.ParentDied(),
+        ls.Woke(),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_nothing_changes_a_lease_that_is_over(event: ls.LeaseEvent) -> None:
+    holder = holding()
+    holder.tell(ls.ParentDied(), 0.2)
+    before = holder.lease.snapshot()
+    assert holder.tell(event, 0.3) == []
+    assert holder.lease.snapshot() == before
+    assert holder.deadline is None
+
+
+def test_a_connection_that_nobody_asked_for_is_ignored() -> None:
+    holder = holding()
+    before = holder.lease.snapshot()
+    assert holder.tell(ls.Connected(), 0.2) == []
+    assert holder.lease.snapshot() == before
+
+
+def test_a_second_loss_of_one_connection_is_ignored() -> None:
+    holder = holding()
+    holder.tell(ls.ConnectionLost(), 0.2)
+    before = holder.lease.snapshot()
+    assert holder.tell(ls.ConnectionLost(), 0.21) == []
+    assert holder.lease.snapshot() == before
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.0, 2.7, 5.0])
+def test_terms_that_cannot_work_are_refused(heartbeat_s: float) -> None:
+    with pytest.raises(ValueError, match="heartbeat"):
+        LeaseTerms(ttl_s=3.0, guard_s=0.3, heartbeat_s=heartbeat_s)
+
+
+def test_the_holder_is_dead_before_the_store_may_let_go() -> None:
+    """Whatever the delays: the store counts from receipt, which is not before sending, and adds the guard."""
+    for sent in (0.0, 0.4, 1.0):
+        for delay in (0.0, 0.2, 0.8):
+            holder = Holder()
+            holder.tell(ls.Connected(), sent)
+            holder.confirm(sent + delay)
+            store_lets_go = sent + delay / 2 + TERMS.ttl_s + TERMS.guard_s
+            assert run_until_over(holder) <= store_lets_go - 2 * TERMS.guard_s + 1e-9
