@@ -19,8 +19,9 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import singledispatchmethod
+from typing import Any
 
 from coordinator.core import blame
 from coordinator.core.effects import (
@@ -71,7 +72,6 @@ from mesh.messages import (
     MemberFenceFailed,
     MemberPreparationFailed,
     MemberRegistered,
-    MemberReport,
     MemberStarted,
     MemberStartFailed,
 )
@@ -132,7 +132,7 @@ class GangCore:
         self._dirty = False
         self._announcements = []
         self._effects = []
-        self._on(event)
+        _HANDLERS[type(event)](self, event)
         self._judge()
         self._conclude_if_settled()
         if self._dirty:
@@ -191,11 +191,6 @@ class GangCore:
 
     # ---- getting machines -------------------------------------------------------------------------
 
-    @singledispatchmethod
-    def _on(self, event: GangEvent) -> None:
-        raise AssertionError(f"no handler for {type(event).__name__}")
-
-    @_on.register
     def _on_run_accepted(self, event: RunAccepted) -> None:
         if self.gang.reservation:
             return
@@ -221,7 +216,6 @@ class GangCore:
             gpu_types=plan.gpu_types,
         )
 
-    @_on.register
     def _on_reservation_waiting(self, event: ReservationWaiting) -> None:
         gang = self.gang
         if gang.state is not RunState.PENDING or event.reservation != gang.reservation:
@@ -232,7 +226,6 @@ class GangCore:
         gang.message = event.why
         self._announce("Waiting", event.why, reason=Reason.NO_CAPACITY)
 
-    @_on.register
     def _on_machines_reserved(self, event: MachinesReserved) -> None:
         gang = self.gang
         wanted = (
@@ -284,7 +277,6 @@ class GangCore:
             incarnation=member.incarnation, machine=member.machine, reservation=self.gang.reservation
         )
 
-    @_on.register
     def _on_machines_released(self, event: MachinesReleased) -> None:
         gang = self.gang
         if event.reservation != gang.reservation or not gang.release_pending:
@@ -302,7 +294,6 @@ class GangCore:
 
     # ---- assembling and starting ------------------------------------------------------------------
 
-    @_on.register
     def _on_member_registered(self, event: MemberRegistered) -> None:
         member = self._current(event.incarnation)
         if member is None or member.phase is not MemberPhase.ORDERED:
@@ -311,10 +302,9 @@ class GangCore:
             replace(member, phase=MemberPhase.REGISTERED, address=event.address, registered_at=event.at)
         )
 
-    @_on.register
     def _on_member_arrived(self, event: MemberArrived) -> None:
         member = self._current(event.incarnation)
-        if member is None or member.phase.order >= MemberPhase.ARRIVED.order:
+        if member is None or member.phase.has_reached(MemberPhase.ARRIVED):
             return
         self._update(replace(member, phase=MemberPhase.ARRIVED, arrived_at=event.at))
         self._tell_arrivals()
@@ -325,13 +315,11 @@ class GangCore:
         if gang.state is RunState.ASSEMBLING:
             gang.message = f"At the barrier: {gang.arrived_count()} of {gang.plan.nodes}."
 
-    @_on.register
     def _on_member_preparation_failed(self, event: MemberPreparationFailed) -> None:
         if self._current(event.incarnation) is not None and self.gang.outcome is None:
             rank = event.incarnation.rank
             self._assembly_failed(event.reason, f"Rank {rank} could not be prepared: {event.message}")
 
-    @_on.register
     def _on_barrier_opened(self, event: BarrierOpened) -> None:
         if self._is_current_epoch(event.epoch):
             self._note_barrier_open()
@@ -346,7 +334,6 @@ class GangCore:
             gang.message = "The barrier is open; the commands are being started."
             self._announce("Starting", "Every rank is at the barrier: all commands start.")
 
-    @_on.register
     def _on_barrier_closed(self, event: BarrierClosed) -> None:
         gang = self.gang
         if not self._is_current_epoch(event.epoch) or gang.barrier_closed:
@@ -360,10 +347,9 @@ class GangCore:
             if member.settlement is None:
                 self._update(replace(member, settlement=Settlement.NEVER_STARTED))
 
-    @_on.register
     def _on_member_started(self, event: MemberStarted) -> None:
         member = self._current(event.incarnation)
-        if member is None or member.phase.order >= MemberPhase.STARTED.order:
+        if member is None or member.phase.has_reached(MemberPhase.STARTED):
             return
         self._note_barrier_open()
         self._update(replace(member, phase=MemberPhase.STARTED, pid=event.pid, started_at=event.at))
@@ -374,7 +360,7 @@ class GangCore:
         gang = self.gang
         if gang.state is not RunState.STARTING or gang.outcome is not None:
             return
-        if all(m.phase.order >= MemberPhase.STARTED.order for m in gang.members.values()):
+        if all(m.phase.has_reached(MemberPhase.STARTED) for m in gang.members.values()):
             self._enter(RunState.RUNNING)
             gang.started_at = gang.started_at or self._now.wall
             gang.message = f"{gang.plan.nodes} of {gang.plan.nodes} ranks running."
@@ -382,7 +368,6 @@ class GangCore:
 
     # ---- ends -------------------------------------------------------------------------------------
 
-    @_on.register
     def _on_member_start_failed(self, event: MemberStartFailed) -> None:
         member = self._current(event.incarnation)
         if member is None:
@@ -391,7 +376,6 @@ class GangCore:
         message = f"Rank {member.rank} on {member.machine} could not start its command: {event.message}"
         self._note_failure(Failure(rank=member.rank, at=event.at, reason=event.reason, message=message))
 
-    @_on.register
     def _on_member_exited(self, event: MemberExited) -> None:
         member = self._current(event.incarnation)
         if member is None or member.phase is MemberPhase.EXITED:
@@ -450,7 +434,6 @@ class GangCore:
                 )
             )
 
-    @_on.register
     def _on_lease_lapsed(self, event: LeaseLapsed) -> None:
         member = self._current(event.incarnation)
         if member is None:
@@ -467,14 +450,12 @@ class GangCore:
                 Failure(rank=member.rank, at=self._now.wall, reason=Reason.MACHINE_LOST, message=message)
             )
 
-    @_on.register
     def _on_member_vanished(self, event: MemberVanished) -> None:
         member = self._current(event.incarnation)
         if member is None or member.phase is not MemberPhase.ORDERED or self.gang.outcome is not None:
             return  # a member that has registered holds a lease: its lapse will tell
         self._assembly_failed(Reason.MACHINE_REFUSED, f"Rank {member.rank}: {event.message}")
 
-    @_on.register
     def _on_cancel_requested(self, event: CancelRequested) -> None:
         gang = self.gang
         if gang.state.is_terminal:
@@ -491,12 +472,11 @@ class GangCore:
         else:
             self._decide(outcome)
 
-    @_on.register
     def _on_time_passed(self, event: TimePassed) -> None:
         overdue = self._assembly_deadline is not None and self._now.mono >= self._assembly_deadline
         if overdue and self.gang.outcome is None and self.gang.state in _ASSEMBLY_STATES:
             missing = sorted(
-                m.rank for m in self.gang.members.values() if m.phase.order < MemberPhase.ARRIVED.order
+                m.rank for m in self.gang.members.values() if not m.phase.has_reached(MemberPhase.ARRIVED)
             )
             who = (
                 f"rank {', '.join(map(str, missing))} never arrived"
@@ -553,7 +533,6 @@ class GangCore:
         )
         return effects
 
-    @_on.register
     def _on_member_fenced(self, event: MemberFenced) -> None:
         member = self._current(event.incarnation)
         if member is None:
@@ -573,7 +552,6 @@ class GangCore:
                     Failure(rank=member.rank, at=event.at, reason=Reason.LEASE_LOST, message=message)
                 )
 
-    @_on.register
     def _on_member_fence_failed(self, event: MemberFenceFailed) -> None:
         member = self._current(event.incarnation)
         if member is None:
@@ -617,7 +595,6 @@ class GangCore:
 
     # ---- after a crash ----------------------------------------------------------------------------
 
-    @_on.register
     def _on_coordinator_recovered(self, event: CoordinatorRecovered) -> None:
         """Asks again for everything that may not have happened; all of it is idempotent."""
         gang = self.gang
@@ -648,4 +625,24 @@ class GangCore:
         self._effects.extend(self._order(m) for m in gang.members.values() if m.phase is MemberPhase.ORDERED)
 
 
-__all__ = ["TRANSITIONS", "GangCore", "MemberReport"]
+_HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
+    RunAccepted: GangCore._on_run_accepted,
+    ReservationWaiting: GangCore._on_reservation_waiting,
+    MachinesReserved: GangCore._on_machines_reserved,
+    MachinesReleased: GangCore._on_machines_released,
+    MemberRegistered: GangCore._on_member_registered,
+    MemberArrived: GangCore._on_member_arrived,
+    MemberPreparationFailed: GangCore._on_member_preparation_failed,
+    BarrierOpened: GangCore._on_barrier_opened,
+    BarrierClosed: GangCore._on_barrier_closed,
+    MemberStarted: GangCore._on_member_started,
+    MemberStartFailed: GangCore._on_member_start_failed,
+    MemberExited: GangCore._on_member_exited,
+    LeaseLapsed: GangCore._on_lease_lapsed,
+    MemberVanished: GangCore._on_member_vanished,
+    CancelRequested: GangCore._on_cancel_requested,
+    TimePassed: GangCore._on_time_passed,
+    MemberFenced: GangCore._on_member_fenced,
+    MemberFenceFailed: GangCore._on_member_fence_failed,
+    CoordinatorRecovered: GangCore._on_coordinator_recovered,
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -23,12 +22,12 @@ class MemberPhase(StrEnum):
     STARTED = "Running"
     EXITED = "Exited"
 
-    @property
-    def order(self) -> int:
-        return _PHASES.index(self)
+    def has_reached(self, phase: MemberPhase) -> bool:
+        """True when a member in this phase has been in that one, or is."""
+        return _ORDER[self] >= _ORDER[phase]
 
 
-_PHASES = list(MemberPhase)
+_ORDER = {phase: place for place, phase in enumerate(MemberPhase)}
 
 
 class Settlement(StrEnum):
@@ -161,7 +160,9 @@ class Gang:
 
     def snapshot(self) -> Gang:
         """A copy that later events do not touch."""
-        twin = copy.copy(self)
+        twin = object.__new__(Gang)
+        for name in Gang.__slots__:
+            setattr(twin, name, getattr(self, name))
         twin.members = dict(self.members)
         twin.attempts = list(self.attempts)
         twin.failures = list(self.failures)
@@ -175,7 +176,7 @@ class Gang:
 
     def arrived_count(self) -> int:
         """Members that are at the barrier or beyond it."""
-        return sum(m.phase.order >= MemberPhase.ARRIVED.order for m in self.members.values())
+        return sum(m.phase.has_reached(MemberPhase.ARRIVED) for m in self.members.values())
 
     def to_record(self) -> dict[str, Any]:
         """Plain JSON-able data; `from_record` is the inverse."""

@@ -35,7 +35,7 @@ def _check_step(before: Gang, after: Gang) -> None:
         for rank, old in before.members.items():
             new = after.members[rank]
             assert new.machine == old.machine, "5: a member keeps its machine"
-            assert new.phase.order >= old.phase.order, "phases only move on"
+            assert new.phase.has_reached(old.phase), "phases only move on"
             assert old.settlement is None or new.settlement is old.settlement, "a settlement is final"
     assert after.attempts[: len(before.attempts)] == before.attempts, "history is only added to"
 
@@ -51,7 +51,7 @@ def _check_state(gang: Gang) -> None:
         assert all(m.succeeded for m in gang.members.values()), "success is every rank's zero"
     if gang.state.is_terminal:
         assert all(m.settlement is not None for m in gang.members.values()), "1: nothing runs after the end"
-    if any(m.phase.order >= MemberPhase.STARTED.order for m in gang.members.values()):
+    if any(m.phase.has_reached(MemberPhase.STARTED) for m in gang.members.values()):
         assert gang.barrier_open, "2: nothing starts before the barrier"
     assert gang.assemblies <= gang.plan.max_assembly_retries + 1, "7: assemblies stay in their budget"
     assert gang.restarts <= gang.plan.max_restarts, "7: restarts stay in their budget"
