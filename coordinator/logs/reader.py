@@ -168,6 +168,8 @@ class _Reading:
         self._follow = follow
         self._sources: dict[AttemptKey, Source] = {}
         """Everything that matches and is not read to its end."""
+        self._newest_epoch = 0
+        """The newest epoch that has printed: nothing of the older ones runs any more."""
         self._has_ended = False
         """The run had ended when it was last asked."""
         self._over_at = 0.0
@@ -224,10 +226,10 @@ class _Reading:
             self._sources[key] = Source(key=key, scanner=scanner, live_from=size)
 
     async def _matching(self) -> list[AttemptKey]:
+        everything = await self._store.run(self._store.attempts, self._uid)
+        self._newest_epoch = max((key.epoch for key in everything), default=0)
         return [
-            key
-            for key in await self._store.run(self._store.attempts, self._uid)
-            if self._rank in (None, key.rank) and self._epoch in (None, key.epoch)
+            key for key in everything if self._rank in (None, key.rank) and self._epoch in (None, key.epoch)
         ]
 
     async def _look(self) -> None:
@@ -259,9 +261,15 @@ class _Reading:
         source.may_have_more = False
         if scanner.complete:
             self._finish(source)
+        elif self._is_cut_off(source.key):
+            source.lines.extend(scanner.flush())
         elif not self._follow:
-            is_final = self._has_ended and not self._store.is_open(self._uid, source.key)
-            source.lines.extend(scanner.flush() if is_final else scanner.previews())
+            source.lines.extend(scanner.previews())
+
+    def _is_cut_off(self, key: AttemptKey) -> bool:
+        """Nothing more will come, though nobody could say so: its machine was lost."""
+        is_over = self._has_ended or key.epoch < self._newest_epoch
+        return is_over and not self._store.is_open(self._uid, key)
 
     def _finish(self, source: Source) -> None:
         """The attempt was read to its end."""

@@ -16,7 +16,8 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from coordinator.logs.rate import BURST_BYTES, RATE_BYTES_PER_S, TokenBucket
@@ -177,7 +178,7 @@ class LogSink:
         uid = incarnation.run_uid
         bucket = self._bucket(incarnation)
         await connection.send(Welcome(offset=writer.end))
-        async for message in connection.messages():
+        while (message := await connection.receive()) is not None:
             if self._store.is_forgotten(uid):
                 raise NotFoundError("The run was deleted; its output is not kept.")
             match message:
@@ -210,6 +211,9 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._parser = FrameParser(bytes_max=FRAME_BYTES_MAX)
+        self._frames: deque[FromShipper] = deque()
+        """Received and not taken yet: what one read of the socket completes."""
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
@@ -233,12 +237,14 @@ class _Connection:
         except asyncio.IncompleteReadError as error:
             raise ConnectionResetError("closed before the hello") from error
 
-    async def messages(self) -> AsyncIterator[FromShipper]:
-        """Every frame after the hello, until the peer closes."""
-        parser = FrameParser(bytes_max=FRAME_BYTES_MAX)
-        while data := await self._reader.read(_READ_BYTES):
-            for frame in parser.feed(data):
-                yield from_shipper(frame)
+    async def receive(self) -> FromShipper | None:
+        """The next frame after the hello; None when the peer has closed."""
+        while not self._frames:
+            data = await self._reader.read(_READ_BYTES)
+            if not data:
+                return None
+            self._frames.extend(from_shipper(frame) for frame in self._parser.feed(data))
+        return self._frames.popleft()
 
     async def send(self, message: FromSink) -> None:
         self._writer.write(encode_frame(to_frame(message)))
@@ -246,7 +252,7 @@ class _Connection:
 
     async def refuse(self, error: MeshError, *, final: bool) -> None:
         """Says why, if the peer still listens."""
-        with suppress(ConnectionError, TimeoutError):
+        with suppress(OSError):
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self.send(Refused(error=error, final=final))
 

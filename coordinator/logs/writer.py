@@ -1,8 +1,9 @@
 """The one writer of an attempt's log on disk.
 
 Rules of this file:
-1. Blocking; one call at a time, and none after `close`. Once open, never raises OSError for what a disk can do: it drops,
-   and what is dropped shows as a gap between two segments. The job must go on, so it is acknowledged like the rest.
+1. Blocking; one call at a time, and none after `close`. Once open, never raises OSError for what a disk can do: it
+   drops, and what is dropped shows as a gap between two segments. The job must go on, so it is acknowledged like
+   the rest.
 2. Written means handed to the kernel: it survives kill -9 of this process. Segments are synced when they are full
    and when the output ends, so a power cut of the head's machine costs at most the last segment of an attempt.
 3. Opening cuts away a last record that is not whole: the shipper sends it again.
