@@ -15,7 +15,7 @@ from typing import Protocol
 from coordinator.core.events import Placement
 from mesh.errors import PlacementError
 from mesh.ids import Incarnation, MachineName, RunUid
-from mesh.messages import FenceOrder, JoinOrder, MemberStatus
+from mesh.messages import FenceOrder, JoinOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,6 @@ class Fleet(Protocol):
 
     async def fence(self, order: FenceOrder) -> None:
         """Hands the member the order to stop. Raises MemberGoneError when there is no such member."""
-        ...
-
-    async def member_status(self, incarnation: Incarnation) -> MemberStatus:
-        """Asks the member how it is. Raises MemberGoneError."""
         ...
 
     async def dismiss(self, incarnation: Incarnation) -> None:

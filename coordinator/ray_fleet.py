@@ -32,7 +32,7 @@ from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
 from mesh.errors import MeshTimeoutError, PlacementError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
-from mesh.messages import FenceOrder, JoinOrder, MemberStatus
+from mesh.messages import FenceOrder, JoinOrder
 
 MACHINE_LABEL = "gangmesh.machine"
 GPU_TYPE_LABEL = "gangmesh.gpu-type"
@@ -119,7 +119,7 @@ class RayFleet:
         await asyncio.to_thread(remove_placement_group, group)
         try:
             async with asyncio.timeout(REMOVAL_TIMEOUT_S):
-                while not await asyncio.to_thread(_is_removed, group):
+                while not await asyncio.to_thread(_is_removed, group):  # noqa: ASYNC110 - Ray cannot wait
                     await asyncio.sleep(REMOVAL_POLL_S)
         except TimeoutError:
             raise MeshTimeoutError(
@@ -153,11 +153,6 @@ class RayFleet:
     async def fence(self, order: FenceOrder) -> None:
         handle = await self._member(order.incarnation)
         await _call(handle.fence.remote(order), f"rank {order.incarnation.rank}")
-
-    async def member_status(self, incarnation: Incarnation) -> MemberStatus:
-        handle = await self._member(incarnation)
-        status: MemberStatus = await _call(handle.status.remote(), f"rank {incarnation.rank}")
-        return status
 
     async def dismiss(self, incarnation: Incarnation) -> None:
         try:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from coordinator.core.events import Placement
-from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
+from coordinator.fleet import MachineFacts, Shape, why_waiting
 from mesh.errors import TransportError
 from mesh.ids import Epoch, Incarnation, MachineName, RunUid
-from mesh.messages import FenceOrder, JoinOrder, MemberStatus
+from mesh.messages import FenceOrder, JoinOrder
 
 
 class FakeFleet:
@@ -68,9 +68,6 @@ class FakeFleet:
     async def fence(self, order: FenceOrder) -> None:
         self._may_fail()
         self.fences.append(order)
-
-    async def member_status(self, incarnation: Incarnation) -> MemberStatus:
-        raise MemberGoneError("no such member")
 
     async def dismiss(self, incarnation: Incarnation) -> None:
         self.dismissed.append(incarnation)
