@@ -247,6 +247,18 @@ class MeshClient:
         reply = await self._http.call("GET", "/v1/events", query=query, limit_s=CALL_LIMIT_S + wait_s)
         return cast("list[Event]", reply["events"])
 
+    async def list_events(self, *, run: str | None = None, labels: str = "") -> list[Event]:
+        """Every event so far that a label selector selects, oldest first."""
+        found: list[Event] = []
+        after = 0
+        while True:
+            query = {"after": after, "run": run, "labelSelector": labels, "limit": EVENTS_PER_POLL}
+            reply = await self._http.call("GET", "/v1/events", query=query)
+            found.extend(reply["events"])
+            if reply["next"] == after:
+                return found
+            after = reply["next"]
+
     async def watch_events(
         self, *, after: int = 0, run: str | None = None, labels: str = ""
     ) -> AsyncIterator[Event]:

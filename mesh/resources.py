@@ -163,7 +163,7 @@ class Event(TypedDict):
 
 
 class LogLine(TypedDict):
-    """One line that a rank printed, or the part of one that has no newline yet (`partial`)."""
+    """One line that a rank printed."""
 
     cursor: str
     """Opaque. Reading on from it leaves nothing out and repeats nothing."""
@@ -171,9 +171,12 @@ class LogLine(TypedDict):
     rank: int
     epoch: int
     stream: str
-    """stdout or stderr."""
+    """stdout, stderr, or system for a notice that something is missing here."""
     text: str
     partial: bool
+    """A preview of a line that has not ended; the whole line still follows."""
+    continued: bool
+    """A piece of a very long line; the next line of this stream goes on with it."""
 
 
 class Estimate(TypedDict):

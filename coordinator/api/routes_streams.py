@@ -24,7 +24,7 @@ EVENTS_WAIT_S_MAX = 30.0
 EVENTS_PULL_WAIT_S = 5.0
 STREAM_PATIENCE_S = 60.0
 """How long an open stream of events outlasts a coordinator that does not answer."""
-TAIL_MAX = 1_000_000
+TAIL_MAX = 100_000
 RUN_UID_HEADER = "X-Run-Uid"
 LAST_EVENT_ID_HEADER = "Last-Event-ID"
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from mesh.resources import Attempt, DeploymentStatus, Event, LogLine, Machine, Run
+from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
 
 Json = dict[str, Any]
 """One JSON object that is passed through."""
@@ -95,10 +95,10 @@ class LogReader(Protocol):
         tail: int | None,
         cursor: str | None,
         follow: bool,
-    ) -> AsyncIterator[LogLine]:
+    ) -> AsyncIterator[Mapping[str, Any]]:
         """Lines of a run, all ranks merged in the order of their times.
 
-        A line is `{"cursor", "at", "rank", "epoch", "stream", "text", "partial"}`. `cursor` is opaque:
+        A line is a `mesh.resources.LogLine`. `cursor` is opaque:
         reading on from it gives what follows that line, with nothing left out and nothing repeated. With
         `follow` the iterator ends when the run is over and everything has been given. Raises SpecError for
         a cursor that is none.

@@ -56,8 +56,8 @@ def print_table(
 
 
 def lay_out(rows: Sequence[Sequence[str]], columns_max: int, flexible: Sequence[int]) -> list[str]:
-    """Rows as aligned lines of at most `columns_max` cells, as far as shortening flexible columns can do
-    that.""" widths = [max(_cells(row[index]) for row in rows) for index in range(len(rows[0]))]
+    """Rows as aligned lines of at most `columns_max` cells, as far as shortening flexible columns can."""
+    widths = [max(_cells(row[index]) for row in rows) for index in range(len(rows[0]))]
     excess = sum(widths) + 2 * (len(widths) - 1) - columns_max
     for index in sorted(flexible, key=lambda i: -widths[i]):
         if excess <= 0:

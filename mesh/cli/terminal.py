@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 import unicodedata
 from types import TracebackType
@@ -128,19 +129,30 @@ class Spinner:
 
 
 def write_out(data: bytes) -> None:
-    """Bytes to standard output, all of them, now. Raises OutputClosedError."""
+    """Bytes to standard output, all of them, now. Raises OutputClosedError.
+
+    The descriptor is written to directly: a thread that hangs in a write must not hold the lock of `sys.stdout`,
+    which the interpreter takes when it ends.
+    """
     try:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-    except (BrokenPipeError, ValueError) as error:
+        _write_all(1, data)
+    except OSError as error:
         raise OutputClosedError from error
 
 
 def write_err(text: str) -> None:
     """Text to standard error; what cannot be written there has nobody to be told about."""
     try:
-        sys.stderr.buffer.write(text.encode("utf-8", "backslashreplace"))
-        sys.stderr.buffer.flush()
-    except (OSError, ValueError):
+        _write_all(2, text.encode("utf-8", "backslashreplace"))
+    except OSError:
         return
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            # somebody else made this terminal non-blocking
+            select.select([], [descriptor], [])

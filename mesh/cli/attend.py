@@ -1,0 +1,208 @@
+"""Staying with a run: its logs on stdout, its story on stderr, signals, and its exit code in the end.
+
+Rules of this file:
+1. Only Ctrl-C and SIGTERM stop the run (once: cancel and wait for the fence; twice: leave at once). A
+   closed terminal or a reader that went away stops the client only.
+2. The exit code is the run's own. When the client loses sight of the run it says so and exits with 125.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+from mesh.cli.exit_codes import ExitCode, code_of_run
+from mesh.cli.interrupts import Interrupts
+from mesh.cli.log_view import LogView, OutputPump
+from mesh.cli.output import span
+from mesh.cli.terminal import Spinner, Terminal, printable
+from mesh.client import MeshClient
+from mesh.errors import MeshError
+from mesh.reasons import Reason
+from mesh.states import RunState
+
+LAST_LINES_LIMIT_S = 20.0
+"""How long the rest of the logs is waited for after the run has ended: longer than the server waits for
+late output.
+"""
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Attendance:
+    """One client's stay with one run.
+
+    Args:
+        run: as it was when it was submitted.
+        logs_to_stderr: stdout is kept for something else.
+    """
+
+    def __init__(
+        self,
+        client: MeshClient,
+        run: Mapping[str, Any],
+        terminal: Terminal,
+        interrupts: Interrupts,
+        *,
+        logs_to_stderr: bool = False,
+    ) -> None:
+        self._client = client
+        self._name = str(run["metadata"]["name"])
+        self._many_ranks = int(run["status"]["topology"]["nodes"]) > 1
+        self._terminal = terminal
+        self._interrupts = interrupts
+        self._logs_to_stderr = logs_to_stderr
+        self._stopped_by: signal.Signals | None = None
+        self.final: Mapping[str, Any] | None = None
+        """The run as it ended; None until then."""
+
+    async def stay(self) -> int:
+        """Returns the exit code. Raises OutputClosedError when the reader of stdout has gone."""
+        async with self._terminal.working(f"{self._name}: submitted") as spinner:
+            story = asyncio.create_task(self._tell_story(spinner), name="story")
+            logs = asyncio.create_task(self._show_logs(spinner), name="logs")
+            try:
+                code = await self._attend(story, logs)
+                if code is not None:
+                    return code
+                return await self._finish(story, logs)
+            finally:
+                story.cancel()
+                logs.cancel()
+
+    async def _attend(self, story: asyncio.Task[None], logs: asyncio.Task[None]) -> int | None:
+        """Serves signals until the run has ended and its logs are shown; an exit code when the client
+        leaves.
+        """
+        loop = asyncio.get_running_loop()
+        cancelling: asyncio.Task[None] | None = None
+        signalled = asyncio.create_task(self._interrupts.next())
+        deadline: float | None = None
+        try:
+            while True:
+                open_tasks = {task for task in (story, logs) if not task.done()}
+                if logs.done():
+                    logs.result()
+                if story.done():
+                    if not open_tasks or story.exception() is not None:
+                        return None
+                    deadline = deadline or loop.time() + LAST_LINES_LIMIT_S
+                left_s = None if deadline is None else max(0.0, deadline - loop.time())
+                done, _ = await asyncio.wait(
+                    {*open_tasks, signalled}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    self._terminal.warn(f"The end of the logs is missing; see `mesh logs {self._name}`.")
+                    return None
+                if signalled in done:
+                    number = signalled.result()
+                    if number is signal.SIGHUP:
+                        return ExitCode.HUNG_UP
+                    if self._stopped_by is not None:
+                        return self._leave(number)
+                    self._stopped_by = number
+                    cancelling = asyncio.create_task(self._cancel(number), name="cancel")
+                    signalled = asyncio.create_task(self._interrupts.next())
+        finally:
+            signalled.cancel()
+            if cancelling is not None:
+                cancelling.cancel()
+
+    def _leave(self, number: signal.Signals) -> int:
+        self._terminal.note(
+            f"{self._name} is still being stopped; see it with `mesh describe {self._name}`, "
+            f"its output with `mesh logs -f {self._name}`."
+        )
+        return 128 + number
+
+    async def _cancel(self, number: signal.Signals) -> None:
+        again = "Ctrl-C again leaves at once" if number is signal.SIGINT else "a second signal leaves at once"
+        self._terminal.note(
+            f"Cancelling {self._name} and waiting until all of its processes are gone; {again}."
+        )
+        try:
+            await self._client.cancel(self._name, reason=Reason.CLIENT_INTERRUPTED)
+        except MeshError as error:
+            self._terminal.warn(f"{self._name} could not be cancelled: {error}")
+
+    async def _show_logs(self, spinner: Spinner) -> None:
+        view = LogView(self._terminal, prefixed=self._many_ranks)
+        pump = OutputPump(to_stderr=self._logs_to_stderr)
+        async with aclosing(self._client.follow_logs(self._name)) as lines:
+            try:
+                async for line in lines:
+                    spinner.stop()
+                    await pump.put(view.render(line))
+            except MeshError as error:
+                self._terminal.warn(f"The logs of {self._name} cannot be shown: {error}")
+        await pump.put(view.finish())
+        await pump.drain()
+
+    async def _tell_story(self, spinner: Spinner) -> None:
+        """Says what changes, once each, until the run has ended."""
+        told: set[str] = set()
+        async with aclosing(self._client.watch_run(self._name)) as states:
+            async for run in states:
+                for sentence in story_of(run):
+                    if sentence not in told:
+                        told.add(sentence)
+                        self._terminal.note(f"{self._name}: {sentence}")
+                        spinner.say(f"{self._name}: {sentence}")
+                if run["status"]["state"] == RunState.RUNNING:
+                    spinner.stop()
+                self.final = run
+
+    async def _finish(self, story: asyncio.Task[None], logs: asyncio.Task[None]) -> int:
+        error = story.exception()
+        if isinstance(error, MeshError):
+            self._terminal.note(
+                f"mesh: lost sight of {self._name}: {error}\n"
+                f"It may still go on: `mesh describe {self._name}`, `mesh logs -f {self._name}`."
+            )
+            return ExitCode.LOST_SIGHT
+        if error is not None:
+            raise error
+        assert self.final is not None, "a watched run ends with its last state"
+        self._terminal.note(summary_of(self.final))
+        if self._stopped_by is not None and self.final["status"]["state"] == RunState.CANCELLED:
+            return 128 + self._stopped_by
+        return code_of_run(self.final)
+
+
+def story_of(run: Mapping[str, Any]) -> list[str]:
+    """What is worth saying about a run that has not ended, in its present state."""
+    status = run["status"]
+    state = RunState(status["state"])
+    barrier = status["barrier"]
+    epoch = f" (epoch {status['epoch']})" if status["epoch"] > 1 else ""
+    conditions = [printable(f"{c['type']}: {c['message']}") for c in status["conditions"]]
+    if state.is_terminal:
+        return []
+    if state is RunState.PENDING:
+        return [printable(f"waiting: {status['message']}"), *conditions] if status["message"] else conditions
+    if state in (RunState.ASSEMBLING, RunState.STARTING):
+        return [f"at the barrier: {barrier['arrived']} of {barrier['of']}{epoch}", *conditions]
+    if state is RunState.RUNNING:
+        ranks = "1 rank runs" if barrier["of"] == 1 else f"all {barrier['of']} ranks run"
+        return [f"{ranks}{epoch}", *conditions]
+    if state is RunState.FENCING:
+        return [printable(f"stopping every rank: {status['message'] or status['reason']}")]
+    return [state.value.lower(), *conditions]
+
+
+def summary_of(run: Mapping[str, Any]) -> str:
+    """The closing line, and what to do about a failure where that is known."""
+    status = run["status"]
+    name = run["metadata"]["name"]
+    since = status["startedAt"] or run["metadata"]["createdAt"]
+    took = span((status["endedAt"] or since) - since)
+    ranks = status["barrier"]["of"]
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if status["state"] == RunState.SUCCEEDED:
+        return f"{name} succeeded after {took} ({who})."
+    ended = "was cancelled" if status["state"] == RunState.CANCELLED else "failed"
+    line = printable(f"{name} {ended} after {took}: {status['message'] or status['reason']}")
+    hint = (status["cause"] or {}).get("hint")
+    return "\n".join([line, *([printable(hint)] if hint else []), f"More: mesh describe {name}"])
