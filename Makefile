@@ -31,7 +31,7 @@ lint: env ## formatting, lint, types, import layers
 	$(bin)/python -m ruff check .
 	$(bin)/python -m ruff format --check .
 	$(bin)/python -m mypy
-	$(bin)/lint-imports
+	$(bin)/lint-imports --no-logo
 
 test: lint ## lint, then every test; T="tests/unit -k barrier" narrows it
 	$(bin)/python -m pytest $(T)

@@ -66,7 +66,7 @@ make_venv() {
 }
 
 wanted() {
-  { "$1" --version; cat pyproject.toml constraints.txt tools/environment.sh; pwd; } 2>&1 | sha256sum | cut -d' ' -f1
+  { "$1" --version; cat pyproject.toml constraints.txt tools/environment.sh; } 2>&1 | sha256sum | cut -d' ' -f1
 }
 
 install() {
@@ -78,10 +78,10 @@ install() {
       "$venv/bin/python" -m pip install -q --progress-bar off --log "$log" -c constraints.txt \
         --no-build-isolation -e '.[test]'
   }; then
-    die "pip failed; the lines above say why. Behind a mirror set PIP_INDEX_URL; README.md, 'Troubleshooting', has more."
+    die "pip failed; the lines above say why. Behind a mirror set PIP_INDEX_URL; README.md, 'When something is wrong', has more."
   fi
   if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then
-    say "note: this torch is the CUDA build (gigabytes, works too). README.md, 'Troubleshooting', says how to get the CPU build."
+    say "note: this torch is the CUDA build (gigabytes, works too). README.md, 'When something is wrong', says how to get the CPU build."
   fi
 }
 
@@ -93,13 +93,14 @@ flock 9
 unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
-if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+# An environment knows its own path: one that was moved or copied has commands that point to the old place.
+if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1 || { [ -e "$stamp" ] && [ "$(tail -n 1 "$stamp")" != "$PWD" ]; }; then
   python=$(find_python) # on a line of its own: as an argument its failure would not end the script
   make_venv "$python"
 fi
 want=$(wanted "$venv/bin/python")
-if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
+if [ "$(head -n 1 "$stamp" 2>/dev/null)" != "$want" ]; then
   ensure_debian_packages
   install
-  printf '%s\n' "$want" >"$stamp"
+  printf '%s\n' "$want" "$PWD" >"$stamp"
 fi
