@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 from mesh.spec.durations import DURATION_TAKES, format_duration, parse_duration
 from mesh.spec.environment import name_problem, reserved_problem, string_problem
@@ -22,6 +22,7 @@ from mesh.spec.names import (
     LABEL_VALUE_TAKES,
     RESERVED_LABEL_PREFIX,
     RUN_NAME_LENGTH_MAX,
+    RUN_NAME_PATTERN,
     RUN_NAME_TAKES,
     is_label_key,
     is_label_value,
@@ -30,7 +31,7 @@ from mesh.spec.names import (
 )
 from mesh.spec.problems import Problem, describe, nearest, refuse, refuse_all
 from mesh.states import FailurePolicy, LauncherKind, NetworkScope, TransportPolicy
-from mesh.topology import field_problem
+from mesh.topology import GPUS_PER_NODE_CHOICES, NODES_MAX, NODES_MIN, TOTAL_GPUS_MAX, field_problem
 
 STARTUP_TIMEOUT_S = (300.0, 3600.0)
 """First document, "The assembly bound": default 15 minutes, 5 to 60."""
@@ -317,24 +318,64 @@ def _as_sentence(fragment: str) -> str:
     return f"{fragment}."
 
 
-RunNameText = Annotated[str, BeforeValidator(_run_name)]
-Labels = Annotated[dict[str, str], BeforeValidator(_labels)]
-Command = Annotated[tuple[str, ...], BeforeValidator(_command)]
-Env = Annotated[dict[str, str], BeforeValidator(_env)]
-WorkingDir = Annotated[str | None, BeforeValidator(_working_dir)]
-Image = Annotated[str | None, BeforeValidator(_image)]
-GpuTypes = Annotated[tuple[str, ...], BeforeValidator(_gpu_types)]
-GpuCount = Annotated[int | None, BeforeValidator(_shape_number("count"))]
-Nodes = Annotated[int | None, BeforeValidator(_shape_number("nodes"))]
-TotalGpus = Annotated[int | None, BeforeValidator(_shape_number("totalGPUs"))]
-GpusPerNode = Annotated[int | None, BeforeValidator(_shape_number("gpusPerNode"))]
+# -- the types ---------------------------------------------------------------------------------------------------------
+
+
+def _schema(**schema: Any) -> WithJsonSchema:
+    """What the OpenAPI document says; the validators above are stricter and speak in sentences."""
+    return WithJsonSchema(schema)
+
+
+_text_map = _schema(type="object", additionalProperties={"type": "string"})
+_duration_schema = _schema(anyOf=[{"type": "string"}, {"type": "number"}], examples=["15m", "900s", 900])
+_sizes_schema = _schema(enum=list(GPUS_PER_NODE_CHOICES))
+_as_duration = PlainSerializer(format_duration, return_type=str)
+
+RunNameText = Annotated[
+    str,
+    BeforeValidator(_run_name),
+    _schema(type="string", pattern=RUN_NAME_PATTERN, description=RUN_NAME_TAKES),
+]
+Labels = Annotated[dict[str, str], BeforeValidator(_labels), _text_map]
+Command = Annotated[
+    tuple[str, ...], BeforeValidator(_command), _schema(type="array", items={"type": "string"}, minItems=1)
+]
+Env = Annotated[dict[str, str], BeforeValidator(_env), _text_map]
+WorkingDir = Annotated[str | None, BeforeValidator(_working_dir), _schema(type="string")]
+Image = Annotated[str | None, BeforeValidator(_image), _schema(type="string")]
+GpuTypes = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_gpu_types),
+    _schema(anyOf=[{"type": "string"}, {"type": "array", "items": {"type": "string"}}]),
+]
+GpuCount = Annotated[int | None, BeforeValidator(_shape_number("count")), _sizes_schema]
+Nodes = Annotated[
+    int | None,
+    BeforeValidator(_shape_number("nodes")),
+    _schema(type="integer", minimum=NODES_MIN, maximum=NODES_MAX),
+]
+TotalGpus = Annotated[
+    int | None,
+    BeforeValidator(_shape_number("totalGPUs")),
+    _schema(type="integer", minimum=1, maximum=TOTAL_GPUS_MAX),
+]
+GpusPerNode = Annotated[int | None, BeforeValidator(_shape_number("gpusPerNode")), _sizes_schema]
 Launcher = Annotated[LauncherKind, BeforeValidator(_choice(LauncherKind))]
 Network = Annotated[NetworkScope, BeforeValidator(_choice(NetworkScope))]
 TransportChoice = Annotated[TransportPolicy, BeforeValidator(_choice(TransportPolicy))]
 OnProcessFailure = Annotated[FailurePolicy, BeforeValidator(_choice(FailurePolicy))]
-Attempts = Annotated[int, BeforeValidator(_bounded(0, ATTEMPTS_MAX, "restarts"))]
-AssemblyRetries = Annotated[int, BeforeValidator(_bounded(0, ASSEMBLY_RETRIES_MAX, "more tries"))]
-MaxCost = Annotated[str | None, BeforeValidator(_money)]
-_as_duration = PlainSerializer(format_duration, return_type=str)
-StartupTimeout = Annotated[float, BeforeValidator(_duration(*STARTUP_TIMEOUT_S)), _as_duration]
-GracePeriod = Annotated[float, BeforeValidator(_duration(*GRACE_PERIOD_S)), _as_duration]
+Attempts = Annotated[
+    int,
+    BeforeValidator(_bounded(0, ATTEMPTS_MAX, "restarts")),
+    _schema(type="integer", minimum=0, maximum=ATTEMPTS_MAX),
+]
+AssemblyRetries = Annotated[
+    int,
+    BeforeValidator(_bounded(0, ASSEMBLY_RETRIES_MAX, "more tries")),
+    _schema(type="integer", minimum=0, maximum=ASSEMBLY_RETRIES_MAX),
+]
+MaxCost = Annotated[str | None, BeforeValidator(_money), _schema(type="string", examples=["2.00"])]
+StartupTimeout = Annotated[
+    float, BeforeValidator(_duration(*STARTUP_TIMEOUT_S)), _as_duration, _duration_schema
+]
+GracePeriod = Annotated[float, BeforeValidator(_duration(*GRACE_PERIOD_S)), _as_duration, _duration_schema]

@@ -21,7 +21,9 @@ LABEL_VALUE_TAKES = 'at most 63 letters, digits, "-", "_" and ".", a letter or d
 LABEL_KEY_TAKES = f'{LABEL_VALUE_TAKES}, with a DNS name and "/" before it if you like'
 RESERVED_LABEL_PREFIX = "nodus.dev/"
 
-_RUN_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,51}[a-z0-9])?", re.ASCII)
+RUN_NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?$"
+
+_RUN_NAME = re.compile(RUN_NAME_PATTERN.strip("^$"), re.ASCII)
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _LABEL_PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", re.ASCII)
 _DNS_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)

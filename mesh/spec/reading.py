@@ -27,6 +27,7 @@ SECOND_FORMAT_MARKS = ("task_template", "task_groups")
 FLAGS: dict[Path, str] = {
     ("metadata", "name"): "--name",
     ("metadata", "labels"): "--label",
+    ("spec",): "COMMAND and -e",
     ("spec", "command"): "COMMAND",
     ("spec", "env"): "-e",
     ("spec", "workingDir"): "--working-dir",
