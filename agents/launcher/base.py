@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import agents.supervisor
 from agents import process_tree, spool
@@ -56,31 +56,6 @@ class LaunchSpec:
     """The head's log sink; None keeps the output in the spool only."""
 
 
-class LauncherHandle(Protocol):
-    """What a member needs from a launcher, in this process or in an actor's."""
-
-    async def warm(self) -> None:
-        """Returns when a command can be launched without waiting for this side."""
-
-    async def launch(self, spec: LaunchSpec) -> None:
-        """Begins. What comes of it is told by `next_event`. Raises TransportError when the launcher is gone."""
-
-    async def next_event(self) -> ev.MemberEvent:
-        """The next news of the command, in order. Raises TransportError when the launcher is gone."""
-
-    async def stop(self, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL of the tree after `grace_s`; a later one may only shorten it."""
-
-    async def kill(self) -> None:
-        """SIGKILL of the tree, now."""
-
-    async def hand_over_logs(self, *, limit_s: float) -> bool:
-        """True when the head has all output; False when it had not after `limit_s`."""
-
-    async def close(self) -> None:
-        """Ends everything that is left, at once. Idempotent."""
-
-
 def strategy_for(kind: LauncherKind) -> LauncherStrategy:
     """The strategy of a launcher. Raises LaunchError for one that is not there yet."""
     match kind:
@@ -112,13 +87,18 @@ class SupervisedCommand:
         self._is_over = False
         self._oom_kills_before = 0
 
+    @property
+    def supervisor_pid(self) -> int | None:
+        """Of the running supervisor."""
+        return None if self._process is None else self._process.pid
+
     async def start(self) -> None:
         """Starts the supervisor and hands it the command. What a command can do wrong comes as an event."""
         spec = self._spec
         try:
             self._strategy.check(spec.argv)
         except LaunchError as error:
-            self._fail_start(error.reason, str(error))
+            await self._fail_before_start(error.reason, str(error))
             return
         self._oom_kills_before = await asyncio.to_thread(count_oom_kills)
         env = {**self._strategy.environment(error_file=spec.error_file), **spec.env}
@@ -128,7 +108,9 @@ class SupervisedCommand:
                 env={"PATH": spec.env.get("PATH", "")},
             )
         except OSError as error:
-            self._fail_start(Reason.COMMAND_START_FAILED, f"The supervisor could not be started: {error}.")
+            await self._fail_before_start(
+                Reason.COMMAND_START_FAILED, f"The supervisor could not be started: {error}."
+            )
             return
         self._process.send(
             {
@@ -196,6 +178,8 @@ class SupervisedCommand:
                 self._events.put_nowait(ev.CommandExited(incarnation=incarnation, exit=self._exit))
             case "empty":
                 await self._on_empty()
+            case "output_lost":
+                _log.warning("%s: %s", incarnation, message["message"])
             case "fence_failed":
                 self._tell_kill_failed(tuple(int(pid) for pid in message["pids"]))
             case other:
@@ -254,6 +238,10 @@ class SupervisedCommand:
             limit_s=KILL_LIMIT_S,
         )
         return outcome.remaining
+
+    async def _fail_before_start(self, reason: Reason, message: str) -> None:
+        await asyncio.to_thread(spool.mark_end, self._spec.spool_dir)
+        self._fail_start(reason, message)
 
     def _fail_start(self, reason: Reason, message: str) -> None:
         self._is_over = True

@@ -1,0 +1,104 @@
+"""The Launcher as a Ray actor: a process of its own, so that what it starts inherits nothing of the member's.
+
+All that is Ray lies in this file; what a launcher does is `agents.launcher.launcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agents.core import events as ev
+from agents.launcher.base import LaunchSpec
+from agents.launcher.launcher import Launcher
+from mesh.errors import TransportError
+
+_T = TypeVar("_T")
+
+CONCURRENT_CALLS_MAX = 16
+
+
+class LauncherActor:
+    """See `Launcher`."""
+
+    def __init__(self) -> None:
+        self._launcher = Launcher()
+
+    async def warm(self) -> None:
+        await self._launcher.warm()
+
+    async def launch(self, spec: LaunchSpec) -> None:
+        await self._launcher.launch(spec)
+
+    async def next_event(self) -> ev.MemberEvent:
+        return await self._launcher.next_event()
+
+    async def stop(self, grace_s: float) -> None:
+        await self._launcher.stop(grace_s)
+
+    async def kill(self) -> None:
+        await self._launcher.kill()
+
+    async def hand_over_logs(self, limit_s: float) -> bool:
+        return await self._launcher.hand_over_logs(limit_s=limit_s)
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+
+_RemoteLauncher: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CONCURRENT_CALLS_MAX)(
+    LauncherActor
+)
+
+
+class RayLauncher:
+    """The handle to a LauncherActor on this machine, made by the first call of `warm`."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    async def warm(self) -> None:
+        await _answer(self._handle().warm.remote())
+
+    async def launch(self, spec: LaunchSpec) -> None:
+        await _answer(self._handle().launch.remote(spec))
+
+    async def next_event(self) -> ev.MemberEvent:
+        event: ev.MemberEvent = await _answer(self._handle().next_event.remote())
+        return event
+
+    async def stop(self, grace_s: float) -> None:
+        await _answer(self._handle().stop.remote(grace_s))
+
+    async def kill(self) -> None:
+        await _answer(self._handle().kill.remote())
+
+    async def hand_over_logs(self, *, limit_s: float) -> bool:
+        return bool(await _answer(self._handle().hand_over_logs.remote(limit_s)))
+
+    async def close(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        try:
+            await _answer(actor.close.remote())
+        finally:
+            ray.kill(actor)
+
+    def _handle(self) -> Any:
+        if self._actor is None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self._actor = _RemoteLauncher.options(scheduling_strategy=here).remote()
+        return self._actor
+
+
+async def _answer(reference: Awaitable[_T]) -> _T:
+    """Ray's errors become ours: whatever it was, this launcher cannot be spoken to."""
+    try:
+        return await reference
+    except RayError as error:
+        raise TransportError(f"The launcher's process is gone: {error}.") from error
