@@ -251,37 +251,65 @@ def carries_incarnation(pid: int, incarnation: str) -> bool:
     return entry in control_group.read_bytes(f"/proc/{pid}/environ").split(b"\0")
 
 
+class Manners:
+    """How a process takes a SIGTERM, and which pipes it holds (`pipe:[inode]`, as /proc names them)."""
+
+    __slots__ = ("handles_stop", "reads_from", "writes_to")
+
+    def __init__(self, *, handles_stop: bool, reads_from: str = "", writes_to: Iterable[str] = ()) -> None:
+        self.handles_stop = handles_stop
+        self.reads_from = reads_from
+        self.writes_to = frozenset(writes_to)
+
+
 def who_must_be_told(
-    children: Mapping[int, Iterable[int]], root: int, tells_its_children: Callable[[int], bool]
-) -> list[int]:
-    """Whom to send SIGTERM so that all below `root` learn of it and nobody hears it twice; parents come first.
+    children: Mapping[int, Iterable[int]], roots: Iterable[int], manners_of: Callable[[int], Manners]
+) -> tuple[list[int], set[int]]:
+    """Whom to send SIGTERM so that all below `roots` learn of it and nobody hears it twice; and whom to spare it.
 
-    A process that handles SIGTERM decides itself what its children hear (torchrun forwards it; a trainer does
-    not want its data loaders killed while it saves). One that does not handle it just dies, and nobody would
-    tell its children.
+    A process that handles SIGTERM decides itself what its children hear (torchrun forwards it; a trainer does not
+    want its data loaders killed while it saves). One that does not handle it just dies, and nobody would tell its
+    children. Parents come first, or a shell would go on to its next command.
+
+    Spared is who reads what one that handles the stop still writes: in `torchrun … | tee log` a tee that dies takes
+    the workers with it while they save. It ends with its input.
     """
-    told = [root]
-    seen = {root}
-    for pid in told:
-        if tells_its_children(pid):
-            continue
-        for child in children.get(pid, ()):
-            if child not in seen:
-                seen.add(child)
-                told.append(child)
-    return told
+    to_tell = list(dict.fromkeys(roots))
+    manners = {}
+    for pid in to_tell:  # grows while we walk
+        manners[pid] = manners_of(pid)
+        if not manners[pid].handles_stop:
+            to_tell += [child for child in children.get(pid, ()) if child not in to_tell]
+    living_pipes: set[str] = set()
+    for pid in to_tell:
+        if manners[pid].handles_stop:
+            living_pipes |= manners[pid].writes_to
+    spared: set[int] = set()
+    while True:
+        readers = {
+            pid
+            for pid in to_tell
+            if pid not in spared and not manners[pid].handles_stop and manners[pid].reads_from in living_pipes
+        }
+        if not readers:
+            return [pid for pid in to_tell if pid not in spared], spared
+        spared |= readers
+        for pid in readers:
+            living_pipes |= manners[pid].writes_to
 
 
-def tells_its_children(pid: int) -> bool:
-    """Whether a SIGTERM to this process alone is enough.
+def manners_of(pid: int) -> Manners:
+    """As the process is now.
 
-    So it is when the process catches it (or blocks it, to take it with sigwait as tini does). Not for a shell,
+    It handles the stop when it catches SIGTERM (or blocks it, to take it with sigwait as tini does). A shell does not,
     even with a trap: it runs the trap only after its foreground command has ended, and that has not heard anything.
     """
-    if executable_name(pid) in SHELLS:
-        return False
     status = control_group.read_bytes(f"/proc/{pid}/status")
-    return handles_signal(status, signal.SIGTERM)
+    handles_stop = handles_signal(status, signal.SIGTERM) and executable_name(pid) not in SHELLS
+    reads_from, *writes_to = (_pipe_at(pid, file) for file in (0, 1, 2))
+    return Manners(
+        handles_stop=handles_stop, reads_from=reads_from, writes_to=[pipe for pipe in writes_to if pipe]
+    )
 
 
 def handles_signal(status: bytes, number: int) -> bool:
@@ -349,6 +377,14 @@ def _kill_groups(groups: Iterable[control_group.ControlGroup]) -> dict[int, Proc
                 found[pid] = process
         group.kill()
     return found
+
+
+def _pipe_at(pid: int, file: int) -> str:
+    try:
+        target = os.readlink(f"/proc/{pid}/fd/{file}")
+    except OSError:
+        return ""
+    return target if target.startswith("pipe:") else ""
 
 
 def _is_same(process: Process) -> bool:

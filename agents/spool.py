@@ -250,6 +250,8 @@ class SpoolWriter:
             self._take_back_torn_record()
             return False
         self.written += len(data)
+        if self.written % SEGMENT_BYTES == 0:
+            self._close_segment()  # exactly full: the offset is already the next one's
         return True
 
     def _open_segment(self) -> None:

@@ -93,8 +93,8 @@ class Supervisor:
         self._loss_reported = False
 
         self._is_stopping = False
-        self._told: set[tuple[int, int]] = set()
-        """Who was sent SIGTERM: nobody hears it twice."""
+        self._dealt_with: set[tuple[int, int]] = set()
+        """Who was sent SIGTERM, or spared it: nobody hears it twice, or when it only has to finish reading."""
         self._kill_at = NEVER
         self._kill_began_at = NEVER
         self._fence_failed = False
@@ -356,7 +356,7 @@ class Supervisor:
         if self._is_stopping:
             return
         self._is_stopping = True
-        self._tell([self._main_pid, *process_tree.children_of(os.getpid())])
+        self._tell_to_stop()
         self._read_pipes_as_allowed()
 
     def _kill(self) -> None:
@@ -367,28 +367,27 @@ class Supervisor:
     def _shorten(self, kill_at: float) -> None:
         self._kill_at = min(self._kill_at, kill_at)
 
-    def _tell(self, roots: list[int]) -> None:
-        """SIGTERM to these and whoever below them would not hear of it; SIGCONT too, or a stopped one could not
-        obey.
-        """
+    def _tell_to_stop(self) -> None:
+        """SIGTERM to whoever would not hear of the stop; SIGCONT too, or a stopped one could not obey."""
         processes = process_tree.snapshot()
         children = process_tree.children_by_parent(processes)
-        for root in roots:
-            for pid in process_tree.who_must_be_told(children, root, process_tree.tells_its_children):
-                process = processes.get(pid)
-                if process is None or process.identity in self._told:
-                    continue
-                self._told.add(process.identity)
-                process_tree.send_signal(process, signal.SIGTERM)
-                if process.is_stopped:
-                    process_tree.send_signal(process, signal.SIGCONT)
+        roots = [pid for pid in (self._main_pid, *children.get(os.getpid(), ())) if pid in processes]
+        told, spared = process_tree.who_must_be_told(children, roots, process_tree.manners_of)
+        self._dealt_with.update(processes[pid].identity for pid in spared)
+        for pid in told:
+            process = processes[pid]
+            if process.identity in self._dealt_with:
+                continue
+            self._dealt_with.add(process.identity)
+            process_tree.send_signal(process, signal.SIGTERM)
+            if process.is_stopped:
+                process_tree.send_signal(process, signal.SIGCONT)
 
     def _tell_orphans(self) -> None:
         """Who lost its parent during the stop: the parent may have died without passing the signal on."""
-        known = {pid for pid, _ in self._told}
-        orphans = [pid for pid in process_tree.children_of(os.getpid()) if pid not in known]
-        if orphans:
-            self._tell(orphans)
+        known = {pid for pid, _ in self._dealt_with}
+        if any(pid not in known for pid in process_tree.children_of(os.getpid())):
+            self._tell_to_stop()
 
     def _reap(self) -> None:
         """Take leave of every child that has ended; know when none is left."""

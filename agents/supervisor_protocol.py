@@ -24,6 +24,11 @@ Rules of this file
 
 from __future__ import annotations
 
+try:
+    from _json import encode_basestring_ascii, make_scanner
+except ImportError:
+    make_scanner = None  # type: ignore[assignment,misc]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     EventValue = str | int | list[int] | None
@@ -83,16 +88,17 @@ class _Rules:
 def decode(line: bytes) -> object:
     """The value that the line holds. Raises ValueError for what is not JSON."""
     text = line.decode("utf-8", "surrogatepass").strip()
-    try:
-        from _json import make_scanner
-    except ImportError:
+    if make_scanner is None:
         import json
 
         return json.loads(text)
     try:
         value, end = make_scanner(_Rules)(text, 0)  # type: ignore[arg-type]
-    except StopIteration as stop:
-        raise ValueError(f"no JSON value at character {stop.value}") from None
+    except (StopIteration, SystemError):
+        # The scanner alone cannot name a fault (its error class lives in `json`): on this road speed does not matter.
+        import json
+
+        return json.loads(text)
     if end != len(text):
         raise ValueError(f"more than one JSON value, from character {end} on")
     return value
@@ -112,9 +118,7 @@ def _value(value: EventValue) -> str:
 
 
 def _text(text: str) -> str:
-    try:
-        from _json import encode_basestring_ascii
-    except ImportError:
+    if make_scanner is None:
         import json
 
         return json.dumps(text)
