@@ -124,13 +124,15 @@ class LogSink:
             await asyncio.wait(self._connections)
         await server.wait_closed()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._guard(_Connection(reader, writer)), name="log sink connection")
         self._connections.add(task)
-        connection = _Connection(reader, writer)
+        task.add_done_callback(self._connections.discard)
+
+    async def _guard(self, connection: _Connection) -> None:
+        """Serves one connection; whatever goes wrong with it ends with it."""
         try:
-            await self._serve(connection, task)
+            await self._serve(connection)
         except ProtocolError as error:
             logger.warning("The log sink closes a connection: %s", error)
             await connection.refuse(error, final=False)
@@ -142,10 +144,9 @@ class LogSink:
             logger.exception("The log sink failed over one connection.")
             await connection.refuse(InternalError("The log sink failed."), final=False)
         finally:
-            self._connections.discard(task)
             connection.close()
 
-    async def _serve(self, connection: _Connection, task: asyncio.Task[None]) -> None:
+    async def _serve(self, connection: _Connection) -> None:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await connection.hello()
         if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
@@ -157,7 +158,7 @@ class LogSink:
         incarnation = hello.incarnation
         if self._admits is not None and not await self._admits(incarnation):
             raise NotFoundError("This deployment knows no such run; its output is not kept.")
-        await self._replace(incarnation, task)
+        task = await self._replace(incarnation)
         try:
             async with self._store.writing(incarnation) as writer:
                 await self._receive(connection, incarnation, writer)
@@ -165,12 +166,16 @@ class LogSink:
             if self._current.get(incarnation) is task:
                 del self._current[incarnation]
 
-    async def _replace(self, incarnation: Incarnation, task: asyncio.Task[None]) -> None:
+    async def _replace(self, incarnation: Incarnation) -> asyncio.Task[None]:
+        """Makes the current task the one that counts, when the one before has let go."""
+        task = asyncio.current_task()
+        assert task is not None
         before = self._current.get(incarnation)
         self._current[incarnation] = task
         if before is not None:
             before.cancel()
             await asyncio.wait([before], timeout=REPLACE_TIMEOUT_S)
+        return task
 
     async def _receive(
         self, connection: _Connection, incarnation: Incarnation, writer: AttemptWriter

@@ -118,7 +118,8 @@ class LogStore:
         try:
             yield writer
         finally:
-            await self.run(self.release, writer)
+            # The next one may open when this task is over: a cancellation waits until the file is closed.
+            await _to_its_end(asyncio.ensure_future(self.run(self.release, writer)))
 
     def _release_opened(self, opening: asyncio.Future[AttemptWriter]) -> None:
         """Nobody waits for this writer any more."""
@@ -210,6 +211,19 @@ class LogStore:
             waiting.discard(event)
             if not waiting:
                 del self._waiting[uid]
+
+
+async def _to_its_end(future: asyncio.Future[None]) -> None:
+    """Waits for it whatever happens, then lets a cancellation through."""
+    cancellation: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            cancellation = error
+    future.result()
+    if cancellation is not None:
+        raise cancellation
 
 
 def _last_written_at(directory: Path) -> float | None:
