@@ -50,6 +50,9 @@ clean: ## remove what runs and tools left here; the environment stays
 	rm -rf .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find . -path "./$(VENV)" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
+sim: env ## a hundred thousand simulated gang lives; S="--seed 4711" tells one of them step by step
+	$(bin)/python -m tests.sim $(S)
+
 soak: env ## every test again and again with other seeds; SOAK_MINUTES=30, T narrows it
 	@tools/soak.sh $(T)
 
