@@ -12,7 +12,7 @@ stop() {
   [ "$stopped" = no ] || return 0
   stopped=yes
   trap '' INT TERM # the deployment is stopped in any case; a third Ctrl-C must not leave it half-way
-  mesh down || printf 'demo: `mesh down` failed; what is left is described in %s/head.log\n' "$GANGMESH_STATE" >&2
+  mesh down --yes || printf 'demo: `mesh down` failed; what is left is described in %s/head.log\n' "$GANGMESH_STATE" >&2
 }
 trap stop EXIT
 trap 'exit 130' INT

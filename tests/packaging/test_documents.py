@@ -8,9 +8,12 @@ import re
 from itertools import product
 from pathlib import Path
 
+import click
 import pytest
+import typer
 
 from coordinator.api.app import ENDPOINTS
+from mesh.cli.app import app
 from mesh.cli.exit_codes import TABLE, ExitCode
 from mesh.contract import rank_environment
 from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunName, RunUid
@@ -95,6 +98,21 @@ def test_the_api_s_page_names_every_endpoint_and_no_other() -> None:
     served = {f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS}
     named = set(re.findall(r"`((?:GET|POST|DELETE|PUT|PATCH) /v1/[^`?]*)`", text_of("docs/api.md")))
     assert named == served
+
+
+def test_the_command_line_s_page_names_every_command_and_every_option() -> None:
+    program = typer.main.get_command(app)
+    assert isinstance(program, click.Group | typer.core.TyperGroup)
+    page = text_of("docs/cli.md")
+    missing = [name for name in program.commands if f"`mesh {name}" not in page]
+    for command in [program, *program.commands.values()]:
+        names = {name for parameter in command.params for name in parameter.opts if name.startswith("-")}
+        missing += [f"{command.name} {name}" for name in names if not re.search(rf"`{name}[`/ ]", page)]
+    assert missing == []
+    options = {
+        name for command in [program, *program.commands.values()] for p in command.params for name in p.opts
+    }
+    assert set(re.findall(r"`(--[a-z-]+)", page)) - options - {"--help"} == set()
 
 
 def every_variable() -> set[str]:
