@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -29,6 +30,8 @@ from coordinator.logs.layout import Segment
 from coordinator.logs.render import START, Line, LineRenderer, Position
 
 READ_BYTES = 256 * 1024
+_LOOKS_MAX = 8
+"""Retention drops a segment in the time that it takes to fill one; so many in a row are not dropped under a reader."""
 LINES_PER_BATCH = 2048
 """A batch of lines ends after the record that brings it there (one record may hold 64 Ki empty lines)."""
 TAIL_SCAN_BYTES_MAX = 64 * 1024 * 1024
@@ -102,6 +105,14 @@ class RecordScanner:
     def _read(self) -> Records | Gap | CaughtUp | Complete:
         if self._file >= 0 and (found := self._read_open_segment()):
             return found
+        for _ in range(_LOOKS_MAX):
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # dropped since the listing: look for the one behind it
+                return self._look_further()
+        return CaughtUp()
+
+    def _look_further(self) -> Records | Gap | CaughtUp | Complete:
         # Read before the listing: no segment can follow the end.
         end = layout.read_number(self._directory / layout.END_NAME)
         listed = layout.segments(self._directory)
@@ -118,7 +129,7 @@ class RecordScanner:
         return Complete()
 
     def _following(self, listed: list[Segment]) -> Segment | None:
-        """The segment that holds `offset`, else the next one."""
+        """The segment that holds `offset`, when it is another than the open one; else the next one."""
         inside = [s for s in listed if s.base <= self.offset < s.base + s.size]
         if inside and (self._file < 0 or inside[-1].base != self._base):
             return inside[-1]
@@ -126,10 +137,7 @@ class RecordScanner:
 
     def _enter(self, segment: Segment) -> Records | Gap | CaughtUp:
         self._close_file()
-        try:
-            self._file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return CaughtUp()  # dropped since the listing: the next look finds the one behind it
+        self._file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
         self._base = segment.base
         if segment.base <= self.offset:
             return self._read_open_segment() or CaughtUp()
