@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from urllib.parse import quote
@@ -192,7 +192,7 @@ class MeshClient:
 
         try:
             async with asyncio.timeout(timeout_s):
-                async for run in self.watch_run(name):
+                async for run, _ in self.watch_run(name):
                     state = RunState(run["status"]["state"])
                     if state.is_terminal or (for_ == "running" and state is RunState.RUNNING):
                         break
@@ -204,32 +204,33 @@ class MeshClient:
                 timeout_s=timeout_s,
             ) from error
 
-    async def watch_run(self, name: str) -> AsyncIterator[Run]:
-        """The run as it is now, then again whenever it has changed, until it has ended.
+    async def watch_run(self, name: str) -> AsyncGenerator[tuple[Run, list[Event]], None]:
+        """The run as it is now, then again whenever something happened, until it has ended.
 
-        Raises NotFoundError.
+        With each comes what has happened since the one before, the whole story with the first. Raises NotFoundError.
         """
         backoff = Backoff(patience_s=STREAM_PATIENCE_S)
         after = 0
-        last: Run | None = None
         uid: str | None = None
+        wait_s = 0.0
         while True:
             try:
+                if uid is None:
+                    uid = (await self.get_run(name))["metadata"]["uid"]
+                events = await self.events(after=after, run=uid, wait_s=wait_s)
                 run = await self.get_run(name)
-                if uid is not None and run["metadata"]["uid"] != uid:
-                    raise NotFoundError(f"The run {name} has been deleted; another run has its name now.")
-                uid = run["metadata"]["uid"]
-                if run != last:
-                    yield run
-                    last = run
-                if RunState(run["status"]["state"]).is_terminal:
-                    return
-                events = await self.events(after=after, run=uid, wait_s=POLL_WAIT_S)
             except (TransportError, MeshTimeoutError) as error:
                 await backoff.pause(error)
                 continue
             backoff.succeeded()
+            if run["metadata"]["uid"] != uid:
+                raise NotFoundError(f"The run {name} has been deleted; another run has its name now.")
+            if events or wait_s == 0.0:
+                yield run, events
             after = events[-1]["seq"] if events else after
+            if RunState(run["status"]["state"]).is_terminal and len(events) < EVENTS_PER_POLL:
+                return
+            wait_s = POLL_WAIT_S
 
     # -- what goes on ----------------------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class MeshClient:
 
     async def watch_events(
         self, *, after: int = 0, run: str | None = None, labels: str = ""
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Events behind `after`, those to come too. Ends only with an error."""
         query = {"run": run, "labelSelector": labels}
         backoff = Backoff(patience_s=STREAM_PATIENCE_S)
@@ -278,7 +279,7 @@ class MeshClient:
 
     async def logs(
         self, name: str, *, rank: int | None = None, epoch: int | None = None, tail: int | None = None
-    ) -> AsyncIterator[LogLine]:
+    ) -> AsyncGenerator[LogLine, None]:
         """What has been printed so far, all ranks merged by time. Raises NotFoundError."""
         async for line in self._lines(name, rank=rank, epoch=epoch, tail=tail, cursor=None, follow=False):
             yield line
@@ -291,7 +292,7 @@ class MeshClient:
         epoch: int | None = None,
         tail: int | None = None,
         cursor: str | None = None,
-    ) -> AsyncIterator[LogLine]:
+    ) -> AsyncGenerator[LogLine, None]:
         """What has been and will be printed; ends when the run has ended and all of it was given.
 
         `cursor` is that of the last line seen, to go on behind it. A line that is `partial` is a preview of
@@ -309,7 +310,7 @@ class MeshClient:
         tail: int | None,
         cursor: str | None,
         follow: bool,
-    ) -> AsyncIterator[LogLine]:
+    ) -> AsyncGenerator[LogLine, None]:
         backoff = Backoff(patience_s=STREAM_PATIENCE_S)
         uid: str | None = None
         while True:
@@ -332,7 +333,7 @@ class MeshClient:
             except (TransportError, MeshTimeoutError) as error:
                 await backoff.pause(error)
 
-    async def raw_log(self, name: str, *, rank: int, epoch: int | None = None) -> AsyncIterator[bytes]:
+    async def raw_log(self, name: str, *, rank: int, epoch: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes that one rank printed, exactly; of the current epoch unless another is named."""
         query = {"rank": rank, "epoch": epoch}
         async with self._http.stream(_run_path(name) + "/logs/raw", query=query) as stream:

@@ -37,7 +37,7 @@ def bearer_middleware(token: str) -> Middleware:
         if not hmac.compare_digest(offered.strip().encode("utf-8", "surrogateescape"), expected):
             raise AuthenticationError(
                 "The token is not the one of this deployment.",
-                hint="A deployment makes a new token each time it is started. " + WHERE_TOKENS_ARE,
+                hint=WHERE_TOKENS_ARE,
                 reason=Reason.UNAUTHENTICATED,
             )
         return await handler(request)

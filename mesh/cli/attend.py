@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -28,7 +29,8 @@ LAST_LINES_LIMIT_S = 20.0
 """How long the rest of the logs is waited for after the run has ended: longer than the server waits for
 late output.
 """
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+TOLD_KINDS = frozenset({"Waiting", "Assembling", "AssemblyFailed", "MemberLost", "RankFailed", "FenceFailed"})
+"""Events whose own words are said; the others are for `mesh describe`."""
 
 
 class Attendance:
@@ -141,15 +143,13 @@ class Attendance:
         await pump.drain()
 
     async def _tell_story(self, spinner: Spinner) -> None:
-        """Says what changes, once each, until the run has ended."""
-        told: set[str] = set()
+        """Says what happens, once each, until the run has ended."""
+        teller = StoryTeller()
         async with aclosing(self._client.watch_run(self._name)) as states:
-            async for run in states:
-                for sentence in story_of(run):
-                    if sentence not in told:
-                        told.add(sentence)
-                        self._terminal.note(f"{self._name}: {sentence}")
-                        spinner.say(f"{self._name}: {sentence}")
+            async for run, events in states:
+                for sentence in teller.tell(run, events):
+                    self._terminal.note(f"{self._name}: {sentence}")
+                    spinner.say(f"{self._name}: {sentence}")
                 if run["status"]["state"] == RunState.RUNNING:
                     spinner.stop()
                 self.final = run
@@ -171,25 +171,36 @@ class Attendance:
         return code_of_run(self.final)
 
 
-def story_of(run: Mapping[str, Any]) -> list[str]:
-    """What is worth saying about a run that has not ended, in its present state."""
-    status = run["status"]
-    state = RunState(status["state"])
-    barrier = status["barrier"]
-    epoch = f" (epoch {status['epoch']})" if status["epoch"] > 1 else ""
-    conditions = [printable(f"{c['type']}: {c['message']}") for c in status["conditions"]]
-    if state.is_terminal:
-        return []
-    if state is RunState.PENDING:
-        return [printable(f"waiting: {status['message']}"), *conditions] if status["message"] else conditions
-    if state in (RunState.ASSEMBLING, RunState.STARTING):
-        return [f"at the barrier: {barrier['arrived']} of {barrier['of']}{epoch}", *conditions]
-    if state is RunState.RUNNING:
-        ranks = "1 rank runs" if barrier["of"] == 1 else f"all {barrier['of']} ranks run"
-        return [f"{ranks}{epoch}", *conditions]
-    if state is RunState.FENCING:
-        return [printable(f"stopping every rank: {status['message'] or status['reason']}")]
-    return [state.value.lower(), *conditions]
+class StoryTeller:
+    """Turns events into what a person wants to hear, each sentence once."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[int | None, str]] = set()
+        self._arrived: Counter[int | None] = Counter()
+
+    def tell(self, run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What is new."""
+        sentences = [(event["epoch"], self._sentence(run, event)) for event in events]
+        status = run["status"]
+        if not RunState(status["state"]).is_terminal:
+            sentences += [(status["epoch"], f"{c['type']}: {c['message']}") for c in status["conditions"]]
+        fresh = [printable(text) for epoch, text in sentences if text and (epoch, text) not in self._told]
+        self._told.update((epoch, text) for epoch, text in sentences if text)
+        return fresh
+
+    def _sentence(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> str:
+        """Empty for what goes without saying."""
+        of = run["status"]["barrier"]["of"]
+        if event["kind"] == "Arrived":
+            self._arrived[event["epoch"]] += 1
+            return f"at the barrier: {self._arrived[event['epoch']]} of {of}"
+        if event["kind"] == "Running":
+            return (
+                f"{of} of {of} ranks run"
+                if (event["epoch"] or 1) == 1
+                else f"all ranks run again: {event['message']}"
+            )
+        return str(event["message"]) if event["kind"] in TOLD_KINDS else ""
 
 
 def summary_of(run: Mapping[str, Any]) -> str:

@@ -46,6 +46,7 @@ class ExitCode(IntEnum):
 
 TABLE = """Exit codes:
 
+\b
     0    done; the run succeeded
     1    failed, and nothing more precise is known
     2    the command line or the job is not acceptable; nothing was created

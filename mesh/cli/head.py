@@ -36,6 +36,8 @@ LOCK_LOOK_S = 0.1
 ABANDONED_STOP_LIMIT_S = 20.0
 LOG_TAIL_LINES = 15
 LOG_NAME = "head.log"
+PROGRAM = (sys.executable, "-P", "-m", "coordinator")
+"""-P: a folder named coordinator where the user stands is not ours."""
 
 Say = Callable[[str], None]
 
@@ -147,7 +149,7 @@ def _spawn(options: HeadOptions, ready_fd: int) -> subprocess.Popen[bytes]:
     log = os.open(options.state / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "coordinator", *options.arguments(ready_fd)],
+            [*PROGRAM, *options.arguments(ready_fd)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,0 +1,41 @@
+"""The program `mesh` (also called `nodus`): which commands there are.
+
+Nothing here, or in the modules imported here, imports more than Typer: `mesh --help` has to be quick. What a command
+needs it imports when it runs.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from mesh.cli import deployment, describe, get, logs, run, runs
+from mesh.cli.exit_codes import TABLE
+
+app = typer.Typer(
+    name="mesh",
+    help="Runs one training command on several machines as a gang: started together, fenced together.",
+    epilog=TABLE,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+app.command(
+    "run",
+    cls=run.RunCommand,
+    short_help="Run a command on several machines as a gang.",
+    epilog=run.EPILOG,
+    context_settings={"allow_interspersed_args": False},
+)(run.run)
+app.command("get", short_help="List runs, attempts, machines or events.")(get.get)
+app.command("describe", short_help="Tell the story of a run.")(describe.describe)
+app.command("logs", short_help="Show what the ranks printed.")(logs.logs)
+app.command("wait", short_help="Wait until a run runs, or has ended.")(runs.wait)
+app.command("cancel", short_help="Stop a run.")(runs.cancel)
+app.command("delete", short_help="Forget ended runs, with their logs.")(runs.delete)
+app.command("up", short_help="Start a deployment on this host.")(deployment.up)
+app.command("down", short_help="End the deployment on this host.")(deployment.down)
+app.command("status", short_help="Say whether a deployment runs, and how it is.")(deployment.status)
+app.command("version", short_help="Print this program's version.")(deployment.version)
+app.command("openapi", short_help="Print the API's OpenAPI document.")(deployment.openapi)

@@ -1,0 +1,244 @@
+"""`mesh up`, `mesh down`, `mesh status`, `mesh version`, `mesh openapi`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mesh.cli.guard import execute
+from mesh.cli.options import OutputFormat, OutputOption, StateOption, UrlOption, client_for
+
+if TYPE_CHECKING:
+    from mesh.cli.head import HeadOptions
+    from mesh.cli.terminal import Terminal
+    from mesh.deployment import DeploymentRecord
+
+PROBE_LIMIT_S = 10.0
+
+
+def up(
+    machines: Annotated[
+        int, typer.Option("--machines", min=1, max=64, metavar="N", help="Simulated machines on this host.")
+    ] = 2,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="TYPE:COUNT", help="Accelerators that each machine claims to have."),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where the API listens.")
+    ] = None,
+    db: Annotated[
+        str | None, typer.Option("--db", metavar="URL", help="The journal; SQLite in the state folder else.")
+    ] = None,
+    output: OutputOption = OutputFormat.TABLE,
+    state: StateOption = None,
+) -> None:
+    """Starts a deployment on this host that outlives the terminal; `mesh down` ends it.
+
+    When one is running already it says so, and adds machines when --machines asks for more than there are.
+    """
+    execute(lambda: _up(state, machines, gpu, listen, db, output), state=state)
+
+
+async def _up(
+    state: Path | None,
+    machines: int,
+    gpu: str | None,
+    listen: str | None,
+    db: str | None,
+    output: OutputFormat,
+) -> int:
+    from mesh.cli.head import HeadOptions, prepare_state, stale_record, start_head, starting_lock
+    from mesh.cli.interrupts import Interrupts, SignalledError
+    from mesh.cli.terminal import Terminal
+    from mesh.deployment import live_record, state_folder
+
+    folder = state_folder(state)
+    terminal = Terminal()
+    prepare_state(folder)
+    options = HeadOptions(state=folder, machines=machines, gpu=gpu, listen=listen, db=db)
+
+    async def start() -> tuple[DeploymentRecord, bool]:
+        async with terminal.working("Starting") as spinner, starting_lock(folder, spinner.say):
+            running = live_record(folder)
+            if running is not None:
+                return running, False
+            if stale_record(folder):
+                terminal.note(f"The last deployment in {folder} was killed; starting it again.")
+            return await start_head(options, lambda stage: spinner.say(f"Starting: {stage}")), True
+
+    with Interrupts() as interrupts:
+        try:
+            record, started = await interrupts.race(start())
+            present = machines if started else await interrupts.race(_grow(options, record, terminal))
+        except SignalledError as error:
+            terminal.note("Stopped; no deployment was started.")
+            return error.exit_code
+    if output in (OutputFormat.JSON, OutputFormat.YAML):
+        from mesh.cli.output import print_document
+
+        facts = {
+            "url": record.url,
+            "pid": record.pid,
+            "state": str(folder),
+            "started": started,
+            "machines": present,
+        }
+        print_document(terminal, facts, output)
+        return 0
+    verb = "A deployment runs" if started else "A deployment was running already"
+    terminal.out(f"{verb} at {record.url} ({present} machines, state folder {folder}).")
+    if started:
+        terminal.note("Run something: mesh run --nodes 2 -- hostname   Stop it: mesh down")
+    return 0
+
+
+async def _grow(options: HeadOptions, record: DeploymentRecord, terminal: Terminal) -> int:
+    """Adds machines to the running deployment, up to what is asked for; says which options come too late."""
+    from mesh.client import connect
+
+    given = {"--gpu": options.gpu, "--listen": options.listen, "--db": options.db}
+    late = [flag for flag, value in given.items() if value is not None]
+    if late:
+        terminal.warn(f"{', '.join(late)} cannot be changed while it runs; `mesh down` first.")
+    async with connect(state=options.state) as client:
+        present = [machine for machine in await client.list_machines() if machine["state"] != "Lost"]
+        if len(present) >= options.machines or not record.local:
+            return len(present)
+        async with terminal.working(f"Adding {options.machines - len(present)} machines"):
+            grown = await client.grow(options.machines)
+        return len([machine for machine in grown if machine["state"] != "Lost"])
+
+
+def down(
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask, even when runs are active.")] = False,
+    state: StateOption = None,
+) -> None:
+    """Ends the deployment of the state folder: cancels its runs, stops every process, keeps journal and logs."""
+    execute(lambda: _down(state, yes), state=state)
+
+
+async def _down(state: Path | None, yes: bool) -> int:
+    from mesh.cli.head import prepare_state, starting_lock, stop_head
+    from mesh.cli.output import stdin_is_terminal
+    from mesh.cli.terminal import Terminal
+    from mesh.deployment import live_record, state_folder
+
+    folder = state_folder(state)
+    terminal = Terminal()
+    if not folder.exists():
+        terminal.note(f"No deployment is running from {folder}; there is nothing to stop.")
+        return 0
+    prepare_state(folder)
+    async with terminal.working("Stopping") as spinner, starting_lock(folder, spinner.say):
+        record = live_record(folder)
+        if record is None:
+            terminal.note(f"No deployment is running from {folder}; there is nothing to stop.")
+            return 0
+        active = await _active_runs(folder)
+        if active and not yes and stdin_is_terminal():
+            spinner.stop()
+            question = f"{_listed(active)} will be cancelled. Stop the deployment?"
+            if not typer.confirm(question, err=True):
+                return 1
+        spinner.say(f"Stopping the deployment at {record.url}")
+        await stop_head(record)
+    ended = f" Cancelled: {_listed(active)}." if active else ""
+    terminal.note(f"Stopped the deployment at {record.url}.{ended} Journal and logs stay in {folder}.")
+    return 0
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+async def _active_runs(folder: Path) -> list[str]:
+    """Names of runs that have not ended; none when the deployment does not answer (it is stopped all the same)."""
+    import asyncio
+
+    from mesh.client import connect
+    from mesh.errors import MeshError
+    from mesh.states import RunState
+
+    try:
+        async with asyncio.timeout(PROBE_LIMIT_S), connect(state=folder) as client:
+            runs = await client.list_runs()
+    except (MeshError, TimeoutError):
+        return []
+    return [run["metadata"]["name"] for run in runs if not RunState(run["status"]["state"]).is_terminal]
+
+
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Of this run, not the deployment.")
+    ] = None,
+    output: OutputOption = OutputFormat.TABLE,
+    json_: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    state: StateOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Says whether a deployment runs, and how it is; exit code 3 when none does. With a RUN, how that run is."""
+    chosen = OutputFormat.JSON if json_ else output
+    if run is None:
+        execute(lambda: _status(chosen, state, url), state=state)
+    execute(lambda: _run_status(run, chosen, state, url), state=state)
+
+
+async def _status(output: OutputFormat, state: Path | None, url: str | None) -> None:
+    from mesh.cli.output import print_document
+    from mesh.cli.terminal import Terminal
+
+    terminal = Terminal()
+    async with client_for(state, url) as client, terminal.working("Asking"):
+        facts = await client.status()
+        address = client.url
+    if output in (OutputFormat.JSON, OutputFormat.YAML):
+        print_document(terminal, {**facts, "url": address}, output)
+        return
+    machines = ", ".join(f"{count} {name}" for name, count in facts["machines"].items() if count) or "none"
+    runs = ", ".join(f"{count} {name}" for name, count in facts["runs"].items() if count) or "none"
+    terminal.out(f"deployment  {facts['state']} at {address} (version {facts['version']})")
+    terminal.out(f"machines    {machines}")
+    terminal.out(f"runs        {runs}")
+    for key, value in facts["details"].items():
+        terminal.out(f"{key:<12}{value}")
+
+
+async def _run_status(name: str, output: OutputFormat, state: Path | None, url: str | None) -> None:
+    from mesh.cli.describe import describe_run
+    from mesh.cli.output import print_document
+    from mesh.cli.terminal import Terminal
+
+    terminal = Terminal()
+    async with client_for(state, url) as client, terminal.working(f"Asking for {name}"):
+        run = await client.get_run(name)
+    if output in (OutputFormat.JSON, OutputFormat.YAML):
+        print_document(terminal, run, output)
+        return
+    for line in describe_run(run):
+        terminal.out(line)
+
+
+def version() -> None:
+    """Prints the version of this program."""
+    from mesh import __version__
+    from mesh.cli.terminal import Terminal
+
+    Terminal().out(f"gangmesh {__version__}")
+
+
+def openapi(state: StateOption = None, url: UrlOption = None) -> None:
+    """Prints the OpenAPI document of the deployment's API."""
+    execute(lambda: _openapi(state, url), state=state)
+
+
+async def _openapi(state: Any, url: str | None) -> None:
+    from mesh.cli.output import print_document
+    from mesh.cli.terminal import Terminal
+
+    async with client_for(state, url) as client:
+        document = await client.openapi()
+    print_document(Terminal(), document, OutputFormat.JSON)

@@ -1,0 +1,180 @@
+"""`mesh describe` and `mesh status RUN`: the story of one run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mesh.cli.guard import execute
+from mesh.cli.options import OutputFormat, OutputOption, RunArgument, StateOption, UrlOption, client_for
+
+EVENTS_SHOWN = 30
+LAST_LINES_SHOWN = 20
+
+
+def describe(
+    run: RunArgument,
+    output: OutputOption = OutputFormat.TABLE,
+    state: StateOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Tells the story of a run: what was asked for, its ranks, why it failed with the evidence, its events."""
+    execute(lambda: _describe(run, output, state, url), state=state)
+
+
+async def _describe(name: str, output: OutputFormat, state: Any, url: str | None) -> None:
+    from mesh.cli.output import print_document
+    from mesh.cli.terminal import Terminal
+
+    terminal = Terminal()
+    async with client_for(state, url) as client, terminal.working(f"Asking for {name}"):
+        run = await client.get_run(name)
+        events = await client.list_events(run=run["metadata"]["uid"])
+    if output in (OutputFormat.JSON, OutputFormat.YAML):
+        print_document(terminal, {**run, "events": events}, output)
+        return
+    for line in [*describe_run(run), *describe_events(events)]:
+        terminal.out(line)
+
+
+def describe_run(run: Mapping[str, Any]) -> list[str]:
+    """Everything but the events, as lines."""
+    return [*_head(run), *_spec(run["spec"]), *_ranks(run), *_conditions(run), *_cause(run)]
+
+
+def _row(title: str, text: object) -> str:
+    from mesh.cli.terminal import printable
+
+    return f"{title + ':':<14}{printable(str(text))}"
+
+
+def _head(run: Mapping[str, Any]) -> list[str]:
+    from mesh.cli.output import age, clock
+
+    metadata, status = run["metadata"], run["status"]
+    reason = f" ({status['reason']})" if status["reason"] else ""
+    lines = [
+        _row("Name", metadata["name"]),
+        _row("Uid", metadata["uid"]),
+        _row("State", status["state"] + reason),
+    ]
+    if status["message"]:
+        lines.append(_row("Message", status["message"]))
+    if status["exitCode"] is not None:
+        lines.append(_row("Exit code", status["exitCode"]))
+    lines.append(_row("Epoch", status["epoch"]))
+    lines.append(_row("Created", f"{clock(metadata['createdAt'])} ({age(metadata['createdAt'])} ago)"))
+    if status["startedAt"] is not None:
+        lines.append(
+            _row("Ran", f"{age(status['startedAt'], status['endedAt'])} since {clock(status['startedAt'])}")
+        )
+    if status["endedAt"] is not None:
+        lines.append(_row("Ended", clock(status["endedAt"])))
+    if metadata["labels"]:
+        lines.append(_row("Labels", ",".join(f"{k}={v}" for k, v in sorted(metadata["labels"].items()))))
+    topology = status["topology"]
+    shape = (
+        f"{topology['nodes']} nodes, {topology['gpusPerNode']} GPUs each, world size {topology['worldSize']}"
+    )
+    return [*lines, _row("Topology", shape)]
+
+
+def _spec(spec: Mapping[str, Any]) -> list[str]:
+    distributed = spec.get("distributed") or {}
+    lines = [_row("Command", shlex.join(map(str, spec.get("command") or [])))]
+    for title, value in (
+        ("Directory", spec.get("workingDir")),
+        ("Launcher", distributed.get("launcher")),
+        ("Network", distributed.get("network")),
+        ("Transport", distributed.get("transport")),
+        ("Startup", distributed.get("startupTimeout")),
+        ("Grace", spec.get("gracePeriod")),
+    ):
+        if value is not None:
+            lines.append(_row(title, value))
+    names = sorted(spec.get("env") or {})
+    # names only: a value may be a secret, and this is what people paste into reports
+    return [*lines, *([_row("Variables", ", ".join(names))] if names else [])]
+
+
+def _ranks(run: Mapping[str, Any]) -> list[str]:
+    from mesh.cli.output import PIPE_COLUMNS, age, end_of, lay_out
+    from mesh.cli.terminal import printable
+
+    ranks = run["status"]["ranks"]
+    if not ranks:
+        return []
+    rows: list[Sequence[str]] = [["  RANK", "STATE", "MACHINE", "ADDRESS", "EXIT", "LAST OUTPUT", "ENDED"]]
+    for rank in ranks:
+        state = f"{rank['state']} ({rank['stage']})" if rank["stage"] else rank["state"]
+        rows.append(
+            [
+                f"  {rank['rank']}",
+                printable(state),
+                printable(rank["machine"] or "-"),
+                printable(rank["address"] or "-"),
+                end_of(rank["exit"]),
+                _ago(age(rank["lastOutputAt"])),
+                _ago(age(rank["finishedAt"])),
+            ]
+        )
+    return ["Ranks:", *lay_out(rows, PIPE_COLUMNS, [])]
+
+
+def _ago(length: str) -> str:
+    return length if length == "-" else f"{length} ago"
+
+
+def _conditions(run: Mapping[str, Any]) -> list[str]:
+    from mesh.cli.terminal import printable
+
+    conditions = run["status"]["conditions"]
+    lines = [f"  {printable(c['type'])}: {printable(c['message'])}" for c in conditions]
+    return ["Conditions:", *lines] if lines else []
+
+
+def _cause(run: Mapping[str, Any]) -> list[str]:
+    from mesh.cli.output import clock, end_of
+    from mesh.cli.terminal import printable
+
+    cause = run["status"]["cause"]
+    if cause is None:
+        return []
+    lines = [
+        "Cause:",
+        f"  {printable(cause['message'])}",
+        f"  rank {cause['rank']} at {clock(cause['at'])}, {cause['reason']}",
+        f"  its command ended with {end_of(cause['exit'])}",
+    ]
+    if cause["workerExit"] is not None:
+        worker = "a worker" if cause["globalRank"] is None else f"worker {cause['globalRank']}"
+        lines.append(f"  {worker} ended with {end_of(cause['workerExit'])}, says the launcher's report")
+    if cause["hint"]:
+        lines.append(f"  {printable(cause['hint'])}")
+    if cause["lastLines"]:
+        lines.append("  its last lines:")
+        lines += [f"    {printable(line)}" for line in cause["lastLines"][-LAST_LINES_SHOWN:]]
+    return lines
+
+
+def describe_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The last events, as lines."""
+    from mesh.cli.output import PIPE_COLUMNS, clock, lay_out
+    from mesh.cli.terminal import printable
+
+    if not events:
+        return []
+    shown = events[-EVENTS_SHOWN:]
+    title = "Events:" if len(shown) == len(events) else f"Events (the last {len(shown)} of {len(events)}):"
+    rows = [
+        [
+            f"  {clock(event['at'])}",
+            str(event["epoch"] or "-"),
+            "-" if event["rank"] is None else str(event["rank"]),
+            printable(event["kind"]),
+            printable(event["message"]),
+        ]
+        for event in shown
+    ]
+    return [title, *lay_out([["  TIME", "EPOCH", "RANK", "KIND", "MESSAGE"], *rows], PIPE_COLUMNS, [])]
