@@ -1,0 +1,352 @@
+"""The head process of a deployment: starts everything in stages, watches it, and takes it down in stages.
+
+Theory of operation. `run` starts stage by stage; each stage that is up leaves its own end on a stack, so that whatever
+was reached is undone in reverse order, each step with a limit of its own, whether the start failed, was interrupted, or
+the deployment is stopped. Then everything that still carries the deployment's mark is ended. The head decides nothing
+about runs: that is the coordinator's.
+
+Rules of this file:
+1. Every process below is a child or grandchild of this one, which is their subreaper, and carries the mark.
+2. When Ray's directory or the head's own raylet ends by itself, the cluster is lost with every member in it. The head
+   says so, takes everything down, and asks its caller to begin again (`Outcome.RESTART`) on the same folder and
+   port. The journal says what was running.
+3. A machine that is lost is said and left; `grow` brings another one under a new name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import sqlalchemy as sa
+from aiohttp import web
+
+from coordinator import leftovers
+from coordinator.api.app import make_app
+from coordinator.deployment import GpuShape, StateFolder, state_errors
+from coordinator.head_parts import NAMESPACE, HeadActors, HeadLogs, StoppableService
+from coordinator.listen import url_of
+from coordinator.providers.local import LocalProvider
+from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
+from mesh import __version__
+from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record
+from mesh.errors import InternalError, MeshError
+from mesh.resources import Machine
+from mesh.spec import DeploymentFacts
+
+RUNS_STOP_LIMIT_S = 45.0
+"""A run that obeys SIGTERM is fenced at once; its grace period is 30 s unless it asks for another."""
+STAGE_LIMIT_S = 15.0
+SWEEP_GRACE_S = 1.0
+LEFTOVER_GRACE_S = 2.0
+MACHINE_SEEN_LIMIT_S = 30.0
+MACHINE_LOOK_S = 0.1
+HOUSEKEEPING_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+Tell = Callable[[Mapping[str, Any]], None]
+Stage = tuple[str, float, Callable[[], Awaitable[object]]]
+
+
+class Outcome(Enum):
+    """How a head's life ended."""
+
+    STOPPED = "stopped"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    """What a head is told."""
+
+    machines: int
+    gpu: GpuShape | None = None
+    db: str | None = None
+    user_environment: Mapping[str, str]
+    """As the head found it: what the users' commands get."""
+    ray_environment: Mapping[str, str]
+
+
+class Head:
+    """One life of a head process.
+
+    Args:
+        state: claimed.
+        settings: see there.
+        listener: of the API; bound and listening, accepted from once everything is up.
+        logs, actors: the parts that live in or beside this process.
+        tell: progress for whoever started the head.
+        housekeeping: called every few seconds.
+        catch_signals: called once Ray is connected, which takes SIGTERM for itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        state: StateFolder,
+        settings: HeadSettings,
+        listener: socket.socket,
+        logs: HeadLogs,
+        actors: HeadActors,
+        tell: Tell,
+        housekeeping: Callable[[], None] = lambda: None,
+        catch_signals: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._state = state
+        self._settings = settings
+        self._listener = listener
+        self._logs = logs
+        self._actors = actors
+        self._tell = tell
+        self._housekeeping = housekeeping
+        self._catch_signals = catch_signals
+        self._owner = leftovers.Owner(deployment_id=state.deployment_id, state=state.path)
+        self._provider: LocalProvider | None = None
+        self._service: StoppableService | None = None
+        self._stages: list[Stage] = []
+        """How to undo what is up, the latest last."""
+        self._end: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    def stop(self, why: str) -> None:
+        """Ends `run`; may be called at any moment and again."""
+        _log.info("stopping: %s", why)
+        self._finish(Outcome.STOPPED)
+
+    def _finish(self, outcome: Outcome) -> None:
+        if not self._end.done():
+            self._end.set_result(outcome)
+
+    async def run(self) -> Outcome:
+        """Starts, serves until told to stop, stops. Raises MeshError when it cannot start."""
+        starting = asyncio.ensure_future(self._start())
+        try:
+            either: list[asyncio.Future[Any]] = [starting, self._end]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                self._tell({"ready": True, "url": url_of(self._listener)})
+                _log.info("ready at %s", url_of(self._listener))
+                await self._end
+            return self._end.result()
+        finally:
+            self._is_stopping = True
+            starting.cancel()
+            await asyncio.wait([starting])
+            await self._take_down()
+
+    # ---- start ------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._stage("cleaning up after the last one")
+        left = await leftovers.end_all(self._owner, grace_s=LEFTOVER_GRACE_S)
+        if left:
+            _log.warning("processes of an earlier deployment cannot be killed: %s", left)
+        self._state.remove_outside()
+        self._state.prepare()
+        self._spawn_task(self._keep_house(), "housekeeping")
+
+        self._stage("starting Ray")
+        self._undo("files outside the folder", self._remove_outside)
+        ray = RayProcesses(
+            folder=self._state.ray,
+            sockets=self._state.make_socket_folder(),
+            environment=self._settings.ray_environment,
+            on_lost=self._on_lost,
+        )
+        self._undo("Ray", ray.stop)
+        address = await ray.start_head()
+
+        machines = self._settings.machines
+        self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
+        self._provider = LocalProvider(state=self._state, ray=ray, gpu=self._settings.gpu)
+        self._undo("log sink", self._logs.stop)
+        logs, _, _ = await asyncio.gather(
+            self._logs.start(self._state.logs), self._provider.begin(machines), self._connect(address)
+        )
+        self._stage("starting the coordinator")
+        self._undo("coordinator and store", self._actors.stop)
+        self._service = await self._actors.start(self._coordinator_config(logs))
+        self._undo("runs", self._end_runs, limit_s=RUNS_STOP_LIMIT_S + STAGE_LIMIT_S)
+        await self._open_api(self._service)
+        self._write_record()
+
+    async def _connect(self, address: str) -> None:
+        self._undo("connection to Ray", _disconnect)
+        await asyncio.to_thread(_connect, address)
+        self._catch_signals()
+
+    def _coordinator_config(self, logs: Any) -> dict[str, Any]:
+        return {
+            "state": str(self._state.path),
+            "db": self._settings.db or sqlite_url(self._state),
+            "logs": logs,
+            "member": {
+                "machines_dir": str(self._state.machines),
+                "environment": dict(self._settings.user_environment),
+                "namespace": NAMESPACE,
+            },
+            "deployment": {
+                "version": __version__,
+                "local": True,
+                "url": url_of(self._listener),
+                "state": str(self._state.path),
+            },
+        }
+
+    async def _open_api(self, service: StoppableService) -> None:
+        gpu = self._settings.gpu
+        app = make_app(
+            service,
+            self._logs.reader(service),
+            token=self._state.secret("token"),
+            deployment_facts=DeploymentFacts(
+                machines=self._settings.machines, gpus={gpu.type: gpu.count} if gpu else {}
+            ),
+            grow=self.grow,
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        self._stages.insert(-1, ("API", STAGE_LIMIT_S, runner.cleanup))  # readers see their runs end
+        site = web.SockSite(runner, self._listener)
+        await site.start()
+        self._undo("API's door", site.stop)
+
+    def _write_record(self) -> None:
+        pid = os.getpid()
+        with state_errors(self._state.path):
+            write_record(
+                self._state.path,
+                DeploymentRecord(
+                    version=__version__,
+                    url=url_of(self._listener),
+                    token=self._state.secret("token"),
+                    pid=pid,
+                    pid_started=process_started(pid) or 0.0,
+                    local=True,
+                    machines=self._settings.machines,
+                ),
+            )
+
+    def _stage(self, text: str) -> None:
+        _log.info("%s", text)
+        self._tell({"stage": text})
+
+    def _undo(
+        self, name: str, step: Callable[[], Awaitable[object]], *, limit_s: float = STAGE_LIMIT_S
+    ) -> None:
+        self._stages.append((name, limit_s, step))
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    async def grow(self, count: int) -> list[Machine]:
+        """See `coordinator.api.service.Grow`."""
+        if self._provider is None or self._service is None:
+            raise InternalError("The deployment is not up yet.")
+        await self._provider.grow(count)
+        names = set(self._provider.machines)
+        async with asyncio.timeout(MACHINE_SEEN_LIMIT_S):
+            while True:
+                seen = await self._service.list_machines()
+                if names <= {machine["name"] for machine in seen}:
+                    return seen
+                await asyncio.sleep(MACHINE_LOOK_S)
+
+    def _on_lost(self, name: str, code: int, tail: str) -> None:
+        if self._is_stopping:
+            return
+        if name in (HEAD_NAME, DIRECTORY_NAME) or self._provider is None:
+            _log.error("Ray is lost with %s (code %d): every member is lost. Beginning again.", name, code)
+            self._finish(Outcome.RESTART)
+            return
+        _log.warning("The machine %s is lost (code %d).", name, code)
+        self._spawn_task(self._provider.node_lost(name, f"its agent ended (code {code})"), f"loss of {name}")
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self._housekeeping()
+
+    def _spawn_task(self, work: Any, name: str) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed", task.get_name(), exc_info=error)
+
+    # ---- stop -------------------------------------------------------------------------------------
+
+    async def _take_down(self) -> None:
+        while self._stages:
+            name, limit_s, step = self._stages.pop()
+            await _guarded(name, limit_s, step)
+        left = await leftovers.end_all(self._owner, grace_s=SWEEP_GRACE_S)
+        if left:
+            _log.error("processes that cannot be killed: %s", left)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if not self._end.done() or self._end.result() is Outcome.STOPPED:
+            (self._state.path / RECORD_NAME).unlink(missing_ok=True)
+        _log.info("everything is down")
+
+    async def _end_runs(self) -> None:
+        if self._service is None or (self._end.done() and self._end.result() is Outcome.RESTART):
+            return
+        unfinished = await self._service.shutdown(RUNS_STOP_LIMIT_S)
+        if unfinished:
+            _log.warning("runs that were not fenced in time: %s", ", ".join(unfinished))
+
+    async def _remove_outside(self) -> None:
+        await asyncio.to_thread(self._state.remove_outside)
+
+
+async def _guarded(name: str, limit_s: float, step: Callable[[], Awaitable[object]]) -> None:
+    """One step of the way down: whatever goes wrong with it, the next one is taken."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await step()
+    except TimeoutError:
+        _log.error("stopping %s took longer than %g s; going on", name, limit_s)
+    except MeshError as error:
+        _log.error("stopping %s: %s", name, error)
+    except Exception:  # noqa: BLE001 - the guard
+        _log.exception("stopping %s failed", name)
+
+
+def sqlite_url(state: StateFolder) -> str:
+    """The journal in the state folder, whatever characters the folder's name has."""
+    url = sa.URL.create("sqlite+aiosqlite", database=str(state.path / "journal.db"))
+    return url.render_as_string(hide_password=False)
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    ray.init(
+        address=address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        configure_logging=False,
+    )
+
+
+async def _disconnect() -> None:
+    import ray
+
+    with contextlib.suppress(RuntimeError):
+        await asyncio.to_thread(ray.shutdown)

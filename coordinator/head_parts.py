@@ -1,0 +1,166 @@
+"""What the head process is made of, behind two small seams, so that tests can start a head without all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from coordinator.api.service import CoordinatorService, LogReader
+from coordinator.ray_commands import HEAD_RESOURCE, NODE_ADDRESS
+from mesh.errors import DeploymentError
+from mesh.plan import Endpoint
+from mesh.reasons import Reason
+from mesh.states import RunState
+
+NAMESPACE = "gangmesh"
+STORE_NAME = "store"
+STORE_PORTS = range(20000, 29000)
+"""Below the kernel's ephemeral range, so that no outgoing connection takes the port while the store is restarted."""
+PORT_TRIES_MAX = 100
+ACTOR_START_LIMIT_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class HeadLogs(Protocol):
+    """The log sink and store, inside the head process."""
+
+    async def start(self, folder: Path) -> Endpoint:
+        """Listens; returns where members send their output."""
+        ...
+
+    def reader(self, service: CoordinatorService) -> LogReader: ...
+
+    async def stop(self) -> None: ...
+
+
+class StoppableService(CoordinatorService, Protocol):
+    """What the head needs of the coordinator besides what the API needs."""
+
+    async def shutdown(self, wait_s: float) -> list[str]:
+        """Cancels every active run and waits at most so long; the names of those not finished."""
+        ...
+
+
+class HeadActors(Protocol):
+    """The coordinator and the store in the Ray cluster that this process is connected to."""
+
+    async def start(self, config: Mapping[str, Any]) -> StoppableService:
+        """Finds or makes them; returns when the coordinator serves."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends them for good."""
+        ...
+
+
+class SinkLogs:
+    """The real `HeadLogs`."""
+
+    def __init__(self) -> None:
+        self._sink: Any = None
+        self._store: Any = None
+
+    async def start(self, folder: Path) -> Endpoint:
+        from coordinator.logs.sink import LogSink
+        from coordinator.logs.store import LogStore
+
+        self._store = LogStore(folder)
+        self._sink = LogSink(self._store, secret=secrets.token_hex(16), host=NODE_ADDRESS)
+        endpoint: Endpoint = await self._sink.start()
+        return endpoint
+
+    def reader(self, service: CoordinatorService) -> LogReader:
+        from coordinator.logs.reader import LogReader as StoredLogs
+
+        async def is_ended(uid: str) -> bool:
+            run = next((r for r in await service.list_runs({}) if r["metadata"]["uid"] == uid), None)
+            return run is None or RunState(run["status"]["state"]).is_terminal
+
+        return StoredLogs(self._store, is_ended=is_ended)
+
+    async def stop(self) -> None:
+        if self._sink is not None:
+            await self._sink.stop()
+            await asyncio.to_thread(self._store.close)
+
+
+class RayActors:
+    """The real `HeadActors`."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    async def start(self, config: Mapping[str, Any]) -> StoppableService:
+        from coordinator.actor import RayCoordinator, create_coordinator
+
+        admin, member = (secrets.token_hex(16) for _ in range(2))
+        port = await asyncio.to_thread(free_port)
+        store, handle = await asyncio.gather(
+            asyncio.to_thread(_create_store, port, admin, member),
+            asyncio.to_thread(
+                create_coordinator,
+                {
+                    **config,
+                    "namespace": NAMESPACE,
+                    "store_admin": Endpoint(host=NODE_ADDRESS, port=port, secret=admin),
+                    "store_member": Endpoint(host=NODE_ADDRESS, port=port, secret=member),
+                },
+                resource=HEAD_RESOURCE,
+            ),
+        )
+        self._handles = [handle, store]
+        service = RayCoordinator(handle)
+        async with asyncio.timeout(ACTOR_START_LIMIT_S):
+            await service.ping()
+        return service
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(_kill_all, self._handles)
+        self._handles = []
+
+
+def _create_store(port: int, admin: str, member: str) -> Any:
+    from coordinator.store_actor import RendezvousStore
+
+    return RendezvousStore.options(
+        name=STORE_NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=0,
+        resources={HEAD_RESOURCE: 0.001},
+    ).remote(host=NODE_ADDRESS, port=port, admin_secret=admin, member_secret=member)
+
+
+def _kill_all(handles: list[Any]) -> None:
+    import ray
+    from ray.exceptions import RayError
+
+    for handle in handles:
+        try:
+            ray.kill(handle, no_restart=True)
+        except RayError as error:
+            _log.info("an actor could not be ended, Ray says: %s", error)
+
+
+def free_port() -> int:
+    """A port that nothing listens on now. Raises DeploymentError."""
+    for _ in range(PORT_TRIES_MAX):
+        port = secrets.choice(STORE_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((NODE_ADDRESS, port))
+            except OSError:
+                continue
+            return port
+    raise DeploymentError(
+        f"No free port was found between {STORE_PORTS.start} and {STORE_PORTS.stop}.",
+        reason=Reason.PORT_TAKEN,
+    )

@@ -1,0 +1,71 @@
+"""Where machines come from: the seam between the head and whoever acquires and releases them.
+
+Rules of this file:
+1. What is asked for has a name before it is asked for: `acquire` twice with one name is one machine.
+2. `release` asks; only `confirm` says that a machine is gone (and, where machines cost money, is paid for no longer).
+3. A machine that is lost is not replaced by its provider: who wants another one acquires it, under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A machine shape that can be had."""
+
+    kind: str
+    labels: Mapping[str, str]
+    gpu_type: str | None = None
+    gpu_count: int = 0
+    usd_per_hour: float = 0.0
+    available: int = 0
+    """How many more can be had now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvidedMachine:
+    """A machine that was acquired and has joined."""
+
+    name: str
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineGone:
+    """A machine was lost without having been released."""
+
+    name: str
+    message: str
+
+
+class Provider(Protocol):
+    """A set of machines or offers."""
+
+    async def offers(self) -> list[Offer]:
+        """What can be had now."""
+        ...
+
+    async def acquire(self, name: str) -> ProvidedMachine:
+        """Gets a machine and returns when it has joined.
+
+        Raises:
+            PlacementError: (MachineRefused, NoCapacity) it cannot be had.
+        """
+        ...
+
+    def watch(self) -> AsyncIterator[MachineGone]:
+        """Every loss from now on, each once."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """Asks for the machine's end; a name that is not there is no error."""
+        ...
+
+    async def confirm(self, name: str) -> bool:
+        """True once the machine is gone."""
+        ...

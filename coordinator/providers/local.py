@@ -1,0 +1,170 @@
+"""Machines simulated on this host: each is a raylet with an address, labels and accelerators of its own.
+
+Rules of this file:
+1. A machine's name is `local-<index>`; index and address belong together for the life of the state folder.
+2. A raylet that ends by itself is a lost machine. It is taken out of the inventory, and its name is never given again.
+3. Accelerators are declared, not there: commands that are written for GPUs can be rehearsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from coordinator.deployment import MACHINES_MAX, GpuShape, Inventory, StateFolder, machine_name
+from coordinator.providers.base import MachineGone, Offer, ProvidedMachine
+from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
+from coordinator.ray_processes import RayProcesses
+from mesh.errors import DeploymentError, MeshTimeoutError, PlacementError, SpecError
+from mesh.reasons import Reason
+
+WORKERS_READY = 2
+"""Worker processes that a machine keeps warm: its member, and the member's launcher."""
+STARTED_TOGETHER_MAX = 8
+LOSSES_UNSEEN_MAX = 256
+
+
+class LocalProvider:
+    """See `Provider`.
+
+    Args:
+        state: keeps the inventory and the machines' folders.
+        ray: the cluster that the machines join.
+        gpu: what every machine declares.
+    """
+
+    def __init__(self, *, state: StateFolder, ray: RayProcesses, gpu: GpuShape | None) -> None:
+        self._state = state
+        self._ray = ray
+        self._gpu = gpu
+        self._inventory: Inventory = state.read_inventory()
+        self._machines: dict[str, ProvidedMachine] = {}
+        """Those that have joined and are not known to be gone."""
+        self._losses: asyncio.Queue[MachineGone] = asyncio.Queue(LOSSES_UNSEEN_MAX)
+        self._resizing = asyncio.Lock()
+        self._starts = asyncio.Semaphore(STARTED_TOGETHER_MAX)
+
+    @property
+    def machines(self) -> dict[str, ProvidedMachine]:
+        return dict(self._machines)
+
+    async def offers(self) -> list[Offer]:
+        return [
+            Offer(
+                kind="local",
+                labels=_labels(),
+                gpu_type=self._gpu.type if self._gpu else None,
+                gpu_count=self._gpu.count if self._gpu else 0,
+                available=MACHINES_MAX - len(self._machines),
+            )
+        ]
+
+    async def begin(self, count: int) -> None:
+        """Brings up the machines of before, the first `count` of them, and new ones where there were fewer."""
+        await self._resize(self._inventory.with_count(count))
+
+    async def grow(self, count: int) -> None:
+        """Brings the machines to at least `count`; those that were lost do not count.
+
+        Raises:
+            SpecError: more than a host may have. PlacementError: a machine did not come up.
+        """
+        if count > MACHINES_MAX:
+            raise SpecError(
+                f"A local deployment has at most {MACHINES_MAX} machines; {count} were asked for.",
+                field="count",
+                got=str(count),
+            )
+        async with self._resizing:
+            if count > len(self._inventory.indexes):
+                await self._resize(self._inventory.with_count(count))
+
+    async def _resize(self, inventory: Inventory) -> None:
+        # Noted first: a name that may have been seen by anybody is never given again, whatever happens now.
+        await asyncio.to_thread(self._state.write_inventory, inventory)
+        self._inventory = inventory
+        missing = [i for i in inventory.indexes if machine_name(i) not in self._machines]
+        results = await asyncio.gather(
+            *(self.acquire(machine_name(i)) for i in missing), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def acquire(self, name: str) -> ProvidedMachine:
+        index = _index(name, self._inventory.indexes)
+        async with self._starts:
+            if name not in self._machines:
+                try:
+                    self._machines[name] = await self._start(index)
+                except (DeploymentError, MeshTimeoutError) as error:
+                    await self._forget(index)
+                    await self._ray.stop_node(name)
+                    raise PlacementError(
+                        f"The machine {name} did not come up: {error.message}",
+                        hint=error.hint,
+                        reason=Reason.MACHINE_REFUSED,
+                    ) from error
+        return self._machines[name]
+
+    async def _start(self, index: int) -> ProvidedMachine:
+        name, address = machine_name(index), self._inventory.address(index)
+        folder: Path = self._state.machines / name
+        await asyncio.to_thread(folder.mkdir, mode=0o700, exist_ok=True)
+        hidden = {MACHINE_LABEL: name, ADDRESS_LABEL: address}
+        resources: dict[str, float] = {SLOT_RESOURCE: 1, "CPU": max(os.cpu_count() or 1, WORKERS_READY)}
+        if self._gpu is not None:
+            hidden[GPU_TYPE_LABEL] = self._gpu.type
+            resources |= {"GPU": self._gpu.count, f"accelerator_type:{self._gpu.type}": 1}
+        node = self._ray.node(
+            name,
+            socket_name=str(index),
+            resources=resources,
+            labels={**_labels(), **hidden},
+            workers_ready=WORKERS_READY,
+        )
+        await self._ray.start_node(
+            node, environment={"GANGMESH_MACHINE": name, "GANGMESH_MACHINE_ADDRESS": address}
+        )
+        return ProvidedMachine(name=name, address=address, labels=_labels())
+
+    # ---- losses -----------------------------------------------------------------------------------
+
+    async def node_lost(self, name: str, message: str) -> None:
+        """The raylet of this name ended by itself."""
+        if self._machines.pop(name, None) is None:
+            return
+        await self._forget(_index(name, self._inventory.indexes))
+        if self._losses.full():
+            self._losses.get_nowait()
+        self._losses.put_nowait(MachineGone(name=name, message=message))
+
+    async def _forget(self, index: int) -> None:
+        self._inventory = self._inventory.without(index)
+        await asyncio.to_thread(self._state.write_inventory, self._inventory)
+
+    async def watch(self) -> AsyncIterator[MachineGone]:
+        while True:
+            yield await self._losses.get()
+
+    async def release(self, name: str) -> None:
+        if self._machines.pop(name, None) is not None:
+            await self._forget(_index(name, self._inventory.indexes))
+            await self._ray.stop_node(name)
+
+    async def confirm(self, name: str) -> bool:
+        return self._ray.pid_of(name) is None
+
+
+def _labels() -> dict[str, str]:
+    """What a user can select by. All machines of a host are one fast network, in one place."""
+    return {"provider": "local", "region": "local", "fabric": "loopback", "rack": "local"}
+
+
+def _index(name: str, known: Iterable[int]) -> int:
+    for index in known:
+        if machine_name(index) == name:
+            return index
+    raise PlacementError(f"There is no machine {name}.", reason=Reason.NO_CAPACITY)
