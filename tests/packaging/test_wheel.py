@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import email
 import os
+import shutil
 import subprocess
 import sys
 import time
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
+def installed(wheel: Path) -> Iterator[Path]:
     """The bin folder of an environment that holds the wheel and what it asks for, nothing else."""
     if os.environ.get("GANGMESH_OFFLINE"):
         pytest.skip("GANGMESH_OFFLINE is set: nothing is installed from a package index")
@@ -74,7 +76,8 @@ def installed(wheel: Path) -> Path:
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=wheel.parent)
-    return place / "bin"
+    yield place / "bin"
+    shutil.rmtree(place)  # half a gigabyte: pytest would keep it for three sessions
 
 
 def test_the_wheel_holds_every_module_the_types_marker_and_the_licence(wheel: Path) -> None:
