@@ -104,7 +104,13 @@ class Connected(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLost(LeaseEvent):
-    """The connection, or the try to make one, failed."""
+    """The connection, or the try to make one, failed.
+
+    `is_final` when the store refused this secret: no other try can do better.
+    """
+
+    message: str = ""
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +122,12 @@ class Confirmed(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denied(LeaseEvent):
-    """The store said no. `final` when asking again cannot help."""
+    """The store said no. `is_final` when asking again cannot help."""
 
     request_id: int
     reason: Reason
     message: str
-    final: bool
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,6 +363,11 @@ class Lease:
         state.connecting_since = None
         state.sent_at = None
         state.connect_at = now + RECONNECT_PAUSE_S
+        state.last_denial = event.message or state.last_denial
+        if event.is_final and state.phase is LeasePhase.ACQUIRING:
+            self._enter(LeasePhase.OVER)
+            self._do(Tell(word="refused", reason=Reason.UNAUTHENTICATED, message=event.message))
+            self._do(End())
 
     def _on_confirmed(self, event: Confirmed, now: float) -> None:
         state = self.state
@@ -387,7 +398,7 @@ class Lease:
         if state.phase is LeasePhase.RELEASING:
             self._enter(LeasePhase.OVER)
             self._do(End())
-        elif not event.final:
+        elif not event.is_final:
             state.last_denial = event.message
             state.request_at = now + RETRY_PAUSE_S
         elif state.phase is LeasePhase.ACQUIRING:

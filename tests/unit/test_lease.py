@@ -30,7 +30,7 @@ class Holder:
     def deny(self, at: float, *, reason: Reason, final: bool) -> list[ls.LeaseEffect]:
         return self.tell(
             ls.Denied(
-                request_id=self.lease.state.request_id, reason=reason, message=str(reason), final=final
+                request_id=self.lease.state.request_id, reason=reason, message=str(reason), is_final=final
             ),
             at,
         )
@@ -282,7 +282,7 @@ def test_a_store_that_is_away_from_the_start_is_waited_for_with_a_limit() -> Non
         ls.Connected(),
         ls.ConnectionLost(),
         ls.Confirmed(request_id=1),
-        ls.Denied(request_id=1, reason=Reason.STALE_EPOCH, message="", final=True),
+        ls.Denied(request_id=1, reason=Reason.STALE_EPOCH, message="", is_final=True),
         ls.ReleaseAsked(),
         ls.ParentDied(),
         ls.Woke(),

@@ -1,0 +1,93 @@
+"""MemberNode: the Ray actor of one member, pinned to its machine. The member itself is `agents.member`.
+
+All that is Ray lies in this file and in `agents.launcher.actor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from agents.launcher.actor import RayLauncher
+from agents.member import Member, MemberConfig
+from mesh.errors import TransportError
+from mesh.messages import FenceOrder, JoinOrder, MemberReport, MemberStatus
+
+CONCURRENT_CALLS_MAX = 32
+NAMESPACE = "gangmesh"
+COORDINATOR = "coordinator"
+
+
+class MemberNodeActor:
+    """See `Member`.
+
+    Args:
+        config: `machine` (its name), `machines_dir` (folder with one folder per machine), `environment` (the
+            snapshot that was taken before Ray was started); optional `address` (default: Ray's node address)
+            and `namespace`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._coordinator = _Coordinator(namespace=config.get("namespace", NAMESPACE))
+        self._member = Member(
+            MemberConfig(
+                address=config.get("address") or ray.util.get_node_ip_address(),
+                machine_dir=Path(config["machines_dir"]) / config["machine"],
+                base_environment=config["environment"],
+            ),
+            send_report=self._coordinator.report,
+            launcher=RayLauncher(),
+        )
+        self._is_started = False
+
+    async def join(self, order: JoinOrder) -> None:
+        self._start()
+        await self._member.join(order)
+
+    async def fence(self, order: FenceOrder) -> None:
+        self._start()
+        await self._member.fence(order)
+
+    async def status(self) -> MemberStatus | None:
+        return await self._member.status()
+
+    async def leave(self) -> None:
+        self._start()
+        await self._member.leave()
+        await self._member.close()
+
+    def _start(self) -> None:
+        """In the actor's own loop, which does not run yet while it is constructed."""
+        if not self._is_started:
+            self._is_started = True
+            self._member.start()
+
+
+class _Coordinator:
+    """Takes reports to the coordinator, wherever it runs now: it may have been restarted."""
+
+    def __init__(self, *, namespace: str) -> None:
+        self._namespace = namespace
+        self._handle: Any = None
+
+    async def report(self, report: MemberReport) -> bool:
+        """True when it was taken. Raises TransportError when the coordinator cannot be reached now."""
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(ray.get_actor, COORDINATOR, namespace=self._namespace)
+            return bool(await self._handle.report.remote(report))
+        except (RayError, ValueError) as error:
+            self._handle = None
+            raise TransportError(f"The coordinator cannot be reached: {error}.") from error
+
+
+MemberNode: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CONCURRENT_CALLS_MAX)(
+    MemberNodeActor
+)

@@ -1,0 +1,97 @@
+"""What a member gets ready on its machine before it goes to the barrier: folders and the rendezvous port.
+
+Layout, below the machine's folder:
+
+    runs/<uid>/<rank>/state                      the rank's state folder, kept over epochs
+    runs/<uid>/<rank>/epochs/<epoch>-<token>/    one life: spool/, error.json
+
+Rules of this file:
+1. Nothing here runs the user's code, and nothing talks to another machine.
+2. What the machine cannot do (full, not writable, no free port) is a MeshError with the reason a user reads.
+3. Blocking: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents import machine
+from agents.core.events import Arrival
+from mesh.errors import StorageError
+from mesh.ids import Incarnation
+from mesh.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Where one incarnation's files are."""
+
+    state: Path
+    life: Path
+
+    @property
+    def spool(self) -> Path:
+        return self.life / "spool"
+
+    @property
+    def error_file(self) -> Path:
+        """What TORCHELASTIC_ERROR_FILE names."""
+        return self.life / "error.json"
+
+    @classmethod
+    def of(cls, incarnation: Incarnation, *, machine_dir: Path) -> Folders:
+        rank_dir = machine_dir / "runs" / incarnation.run_uid / str(incarnation.rank)
+        return cls(
+            state=rank_dir / "state",
+            life=rank_dir / "epochs" / f"{incarnation.epoch}-{incarnation.token}",
+        )
+
+
+@dataclass(slots=True)
+class Preparation:
+    """Everything that was made ready; `release` lets go of it."""
+
+    folders: Folders
+    arrival: Arrival
+    port: machine.PortReservation | None
+
+    def release(self, *, keep_output: bool) -> None:
+        """Lets go of the port; removes this life's folder unless its output was not delivered. Idempotent."""
+        if self.port is not None:
+            self.port.release()
+        if not keep_output:
+            shutil.rmtree(self.folders.life, ignore_errors=True)
+
+
+def prepare(incarnation: Incarnation, *, machine_dir: Path, address: str) -> Preparation:
+    """Makes the folders and, on rank 0, reserves the rendezvous port.
+
+    Raises:
+        StorageError: the folders cannot be made.
+        PlacementError: no port is free.
+    """
+    folders = Folders.of(incarnation, machine_dir=machine_dir)
+    for folder in (folders.state, folders.life, folders.spool):
+        _make(folder)
+    port = machine.reserve_port() if incarnation.rank == 0 else None
+    arrival = Arrival(
+        address=address,
+        master_port=0 if port is None else port.port,
+        versions=tuple(machine.versions().items()),
+    )
+    return Preparation(folders=folders, arrival=arrival, port=port)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StorageError(
+            f"The folder {folder} cannot be made on this machine: {error.strerror}.",
+            reason=Reason.STORAGE_FULL if is_full else Reason.STATE_NOT_WRITABLE,
+            path=str(folder),
+        ) from error
