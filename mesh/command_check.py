@@ -240,7 +240,9 @@ def _judge(
     """What one flag does on several machines; None when it agrees or is none of our business."""
     match name:
         case "standalone":
-            return _world_of_its_own(flag, plan)
+            # PET_NNODES stays in force beside it: torchrun waits on each machine for the others, and nobody comes.
+            alone = plan.launcher is LauncherKind.PLAIN
+            return _world_of_its_own(flag, plan) if alone else _meets_itself(flag)
         case "nnodes":
             return _judge_nnodes(flag, plan, started)
         case "node-rank":
@@ -268,7 +270,8 @@ def _judge(
 def _world_of_its_own(flag: _Flag, plan: RunPlan) -> Finding:
     return Finding(
         flag=flag.written,
-        message=f"{flag.written} makes each of the {plan.nodes} machines a world of its own.",
+        message=f"{flag.written} makes torchrun take one machine for the whole world: the {plan.nodes} machines do not "
+        "train together.",
         remedy=LEAVE_OUT,
         refuses=plan.launcher is LauncherKind.TORCHRUN,
     )

@@ -77,11 +77,11 @@ def test_the_contracts_own_variables_agree(line: str) -> None:
 
 
 REFUSED = [
-    (["--nnodes=1"], "world of its own"),
-    (["--nnodes", "1:1"], "world of its own"),
-    (["--nnode=1"], "world of its own"),
-    (["--standalone"], "world of its own"),
-    (["--stand"], "world of its own"),
+    (["--nnodes=1"], "one machine for the whole world"),
+    (["--nnodes", "1:1"], "one machine for the whole world"),
+    (["--nnode=1"], "one machine for the whole world"),
+    (["--standalone"], "on itself"),
+    (["--stand"], "on itself"),
     (["--nnodes=4"], "wait for 4 machines, and this run has 2"),
     (["--node-rank=0"], "same rank"),
     (["--node_rank", "1"], "same rank"),

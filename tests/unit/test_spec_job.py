@@ -226,6 +226,8 @@ def test_the_short_form_of_a_gpu_is_taken_in_documents_too() -> None:
         ({"gracePeriod": 10**400}, "spec.gracePeriod", "written as"),
         ({"gracePeriod": True}, "spec.gracePeriod", "written as"),
         ({"gracePeriod": float("nan")}, "spec.gracePeriod", "0s to 1h"),
+        ({"distributed": {"startupTimeout": []}}, "spec.distributed.startupTimeout", "written as"),
+        ({"image": None, "maxCost": "-1"}, "spec.maxCost", "above 0"),
         ({"maxCost": True}, "spec.maxCost", "US dollars"),
         ({"maxCost": "$2"}, "spec.maxCost", "US dollars"),
         ({"maxCost": "nan"}, "spec.maxCost", "US dollars"),
@@ -355,6 +357,28 @@ def test_a_gpu_flag_that_is_none_shows_what_was_written() -> None:
     assert '--gpu: got "H100:". It takes TYPE or TYPE:COUNT' in flag_refusal(gpu=["H100:"]).message
     assert "--total-gpus: got 12." in flag_refusal(total_gpus=12, gpus_per_node="8").message
     assert "--gpus-per-node: got 4." in flag_refusal(gpu=["H100:8"], gpus_per_node=4).message
+
+
+def test_nothing_is_what_was_not_said_where_that_has_a_meaning() -> None:
+    said_nothing = spec(
+        workingDir=None,
+        image=None,
+        maxCost=None,
+        distributed={"nodes": None, "totalGPUs": None, "gpusPerNode": None},
+    )
+    job = job_from_data({**said_nothing, "metadata": {"name": "a"}}, source="")
+    assert job == job_from_data({**spec(), "metadata": {"name": "a"}}, source="")
+
+
+def test_a_name_of_which_nothing_is_left_gets_no_suggestion() -> None:
+    assert "You could use" not in flag_refusal(name="日本").message
+    assert "This one has 300 characters." in flag_refusal(name="-" * 300).message
+
+
+def test_a_type_that_is_named_twice_counts_once() -> None:
+    job = job_from_data(spec(resources={"gpu": {"type": ["H100", "h100"]}}), source="")
+    assert job.spec.resources.gpu is not None
+    assert job.spec.resources.gpu.type == ("H100",)
 
 
 def test_the_second_format_is_not_available_yet() -> None:
