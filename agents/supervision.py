@@ -55,6 +55,9 @@ REPORTED_PIDS_MAX = 1000
 KILL_ROUND_S = 0.05
 KILL_ROUND_AFTER_FAILURE_S = 1.0
 NEVER = float("inf")
+WAIT_S_MAX = 3600.0
+"""poll(2) counts milliseconds in 31 bits; we just wait again."""
+
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -447,7 +450,7 @@ class Supervisor:
             return 0
         if self._kill_at == NEVER:
             return None
-        return max(0.0, (self._kill_at - time.monotonic()) * 1000)
+        return min(max(0.0, self._kill_at - time.monotonic()), WAIT_S_MAX) * 1000
 
     def _finish(self) -> int:
         lost = 0

@@ -24,9 +24,18 @@ else:
 EXIT_OWN_FAULT = 2
 
 
+def close_all_files_but_the_standard_ones() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue  # the listing's own, closed by now
+
+
 def main() -> int:
     # Whatever our launcher leaked to us, other supervisors' pipes among it, must not live in us or in the command.
-    os.closerange(3, 1 << 30)
+    close_all_files_but_the_standard_ones()
     if os.getpgrp() != os.getpid():
         os.setsid()  # the terminal's Ctrl-C is for our launcher to judge
     supervisor = supervision.Supervisor(commands=0, events=1)

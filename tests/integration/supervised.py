@@ -45,7 +45,8 @@ def new_incarnation() -> str:
 class Supervised:
     """One supervisor and its command. `events` holds what it has said so far."""
 
-    def __init__(self, folder: Path, **popen_options: Any) -> None:
+    def __init__(self, folder: Path, *, program: str | None = None, **popen_options: Any) -> None:
+        """`program` is run instead of the supervisor's own file: for one that has a fault put into it."""
         self.incarnation = new_incarnation()
         self.spool = folder / f"spool-{self.incarnation}"
         self.folder = folder
@@ -54,7 +55,7 @@ class Supervised:
         self.complaints = folder / f"complaints-{self.incarnation}"
         with self.complaints.open("wb") as complaints:
             self.process = subprocess.Popen(
-                SUPERVISOR_COMMAND,
+                SUPERVISOR_COMMAND if program is None else [sys.executable, "-c", program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=complaints,
@@ -147,8 +148,8 @@ def supervised_fixture(tmp_path: Path) -> Any:
     """Makes supervisors: `supervised()`. All of them end with the test."""
     made: list[Supervised] = []
 
-    def make(**popen_options: Any) -> Supervised:
-        made.append(Supervised(tmp_path, **popen_options))
+    def make(**options: Any) -> Supervised:
+        made.append(Supervised(tmp_path, **options))
         return made[-1]
 
     yield make

@@ -429,3 +429,55 @@ def test_processes_of_another_incarnation_are_left_alone(supervised) -> None:
     one.event("empty")
     assert other.tree() == [other.event("started")["pid"]]
     assert INCARNATION_VARIABLE not in os.environ
+
+
+# Our own faults, and the kernel's
+
+
+REPOSITORY = SUPERVISOR.parents[1]
+UNKILLABLE = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from agents import control_group, process_tree, supervisor
+# As for processes in uninterruptible sleep: what is sent changes nothing.
+control_group.create = lambda incarnation: None
+process_tree.send_signal = lambda process, number: True
+process_tree.KILL_LIMIT_S = 0.2
+sys.exit(supervisor.main())
+"""
+FAULTY = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from agents import spool, supervisor
+def append(*arguments, **options):
+    raise RuntimeError("a fault of our own")
+spool.SpoolWriter.append = append
+sys.exit(supervisor.main())
+"""
+
+
+def test_what_sigkill_does_not_end_is_reported_and_tried_again(supervised) -> None:
+    one = supervised(program=UNKILLABLE)
+    one.start("sleep", "600")
+    pid = one.event("started")["pid"]
+    one.send(op="kill")
+    assert one.event("fence_failed")["pids"] == [pid]
+    os.kill(pid, signal.SIGKILL)  # the kernel lets it go at last
+    assert one.end()["signal"] == signal.SIGKILL
+
+
+def test_a_supervisor_without_a_launcher_does_not_wait_for_ever_for_what_cannot_be_ended(supervised) -> None:
+    one = supervised(program=UNKILLABLE)
+    one.start("sleep", "600")
+    pid = one.event("started")["pid"]
+    one.process.stdin.close()
+    assert one.process.wait(LIMIT_S) == 1
+    wait_until(lambda: not is_running(pid), "the command died with its supervisor")
+
+
+def test_a_fault_of_the_supervisor_itself_takes_the_command_with_it(supervised, tmp_path: Path) -> None:
+    one = supervised(program=FAULTY)
+    one.start_python(HIDING + DEAF)
+    assert one.process.wait(LIMIT_S) == 2
+    assert one.tree() == []
+    assert "a fault of our own" in one.complaints.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import signal
 import subprocess
@@ -32,7 +33,7 @@ def memory_peak_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("no VmHWM")
+    return 0  # it has just ended
 
 
 def test_bytes_that_are_no_text_come_out_as_they_went_in(supervised) -> None:
@@ -101,7 +102,8 @@ def test_a_flood_waits_for_the_head_in_bounded_memory_and_loses_nothing(supervis
             assert record.offset - acked <= most + MIB
         if records:
             acked = records[-1].offset
-            one.send(op="acked", offset=acked)
+            with contextlib.suppress(BrokenPipeError):  # it may have ended since: all of it is in the spool
+                one.send(op="acked", offset=acked)
             if one.process.poll() is None:
                 peak = max(peak, memory_peak_bytes(one.process.pid))
     one.end()
