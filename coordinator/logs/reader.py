@@ -41,7 +41,7 @@ IDLE_INTERVAL_S = 0.25
 LATE_OUTPUT_S = 10.0
 """After the run has ended, a shipper that is still connected is waited for so long."""
 TAIL_LINES_MAX = 100_000
-_LINES_PER_TURN = 256
+_LINES_PER_BATCH = 256
 
 IsEnded = Callable[[str], Awaitable[bool]]
 
@@ -94,8 +94,9 @@ class LogReader:
         with self._store.changes(uid) as changed:
             try:
                 await reading.begin(None if cursor else tail)
-                async for line in reading.lines(changed):
-                    yield line
+                async for batch in reading.batches(changed):
+                    for line in batch:
+                        yield line
             finally:
                 reading.close()
 
@@ -186,31 +187,40 @@ class _Reading:
         for source in self._sources.values():
             self._store.later(source.scanner.close)
 
-    async def lines(self, changed: asyncio.Event) -> AsyncIterator[dict[str, Any]]:
+    async def batches(self, changed: asyncio.Event) -> AsyncIterator[list[dict[str, Any]]]:
         look_at = time.monotonic() + LOOK_INTERVAL_S
-        given = 0
         while True:
             await self._fill()
             now = time.monotonic()
-            source = choose(self._sources.values(), now)
-            if source is None and not self._follow:
+            batch = self._next_batch(now)
+            if batch:
+                yield batch
+                await asyncio.sleep(0)  # the one who takes may never wait for anything
+            elif not self._follow:
                 return
-            if source is not None:
-                yield self._give(source, source.lines.popleft())
-                given += 1
-                if given % _LINES_PER_TURN == 0:
-                    await asyncio.sleep(0)
-            if not self._follow or (source is not None and now < look_at):
+            if not self._follow or (batch and now < look_at):
                 continue
-            for preview in self._previews(now):
-                yield preview
-            if source is None:
+            if previews := self._previews(now):
+                yield previews
+            if not batch:
                 if await self._is_over(now):
                     return
                 await _wait(changed, IDLE_INTERVAL_S if self._is_quiet() else LOOK_INTERVAL_S)
             changed.clear()
             await self._look()
             look_at = time.monotonic() + LOOK_INTERVAL_S
+
+    def _next_batch(self, now: float) -> list[dict[str, Any]]:
+        """The next lines, as far as they can be told without reading."""
+        batch: list[dict[str, Any]] = []
+        while len(batch) < _LINES_PER_BATCH:
+            source = choose(self._sources.values(), now)
+            if source is None:
+                break
+            batch.append(self._give(source, source.lines.popleft()))
+            if not source.lines:
+                break
+        return batch
 
     # Finding and reading
 

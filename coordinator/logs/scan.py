@@ -263,19 +263,23 @@ def last_lines(directory: Path, count: int) -> tuple[list[TailLine], Position]:
 
 
 def _tail_start(segments: list[Segment], count: int) -> Position:
+    """Where a record starts behind which there are enough line feeds; the start of everything if nowhere."""
     wanted = count + 2  # the first line of either stream may have begun before
     scanned = 0
-    for segment in reversed(segments[1:]):
-        wanted -= _line_feeds(segment)
+    for segment in reversed(segments):
+        for record in reversed(_records_of(segment)):
+            wanted -= record.data.count(b"\n")
+            if wanted <= 0:
+                start = record.offset - HEADER_BYTES - len(record.data)
+                return Position(start, start, start)
         scanned += segment.size
-        if wanted <= 0 or scanned >= TAIL_SCAN_BYTES_MAX:
+        if scanned >= TAIL_SCAN_BYTES_MAX:
             return Position(segment.base, segment.base, segment.base)
     return START
 
 
-def _line_feeds(segment: Segment) -> int:
+def _records_of(segment: Segment) -> list[Record]:
     try:
-        records, _ = parse_records(segment.path.read_bytes())
+        return parse_records(segment.path.read_bytes(), base=segment.base)[0]
     except (FileNotFoundError, SpoolCorruptError):
-        return 0
-    return sum(record.data.count(b"\n") for record in records)
+        return []
