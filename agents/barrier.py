@@ -2,8 +2,9 @@
 
 Rules of this file:
 1. An arrival may be said twice: the store keeps it by rank and token.
-2. Only an answer that cannot change ends the wait (an older epoch, a payload that is too large): whoever waits
-   is ended by its fence or its lease, never by a clock of its own.
+2. Only an answer that cannot change ends the wait (an older epoch, a payload that is too large). Whoever waits is
+   ended by its fence or by its lease, never by a clock of its own; so a lease that the store does not know (it has
+   just been restarted) is waited for as well.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import logging
 import random
 from typing import Any
 
+import msgpack
+
 from agents.core.events import Arrival
 from mesh.errors import MeshError, RemoteProtocolError, TransportError
-from mesh.ids import Incarnation
 from mesh.messages import JoinOrder
 from mesh.plan import Endpoint
-from mesh.wire import FrameParser, encode_frame
+from mesh.reasons import Reason
+from mesh.store import messages as ms
+from mesh.store.protocol import ReplyStream, encode_request, error_of
 
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 1.0
 CONNECT_LIMIT_S = 5.0
 READ_BYTES = 64 * 1024
+HELLO_ID, ARRIVE_ID = 1, 2
+PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
 
 _log = logging.getLogger(__name__)
 
@@ -34,43 +40,44 @@ async def arrive(order: JoinOrder, arrival: Arrival) -> tuple[Arrival, ...]:
     Raises:
         MeshError: the store will never let this member through.
     """
+    incarnation = order.incarnation
+    request = ms.Arrive(
+        ARRIVE_ID,
+        incarnation.run_uid,
+        incarnation.epoch,
+        incarnation.rank,
+        incarnation.token,
+        ms.START_BARRIER,
+        msgpack.packb(arrival.to_payload()),
+    )
     pause_s = PAUSE_FIRST_S
     while True:
         try:
-            payloads = await _arrive_once(order.store, order.incarnation, arrival.to_payload())
-            return tuple(Arrival.from_payload(payload) for payload in payloads)
+            return _arrivals(await _ask(order.store, request))
         except MeshError as error:
-            if not error.retryable:
+            if error.reason not in PASSING_REASONS:
                 raise
             _log.info("Not through the barrier yet: %s", error)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RemoteProtocolError(
-                f"The barrier opened with a payload that is none: {error!r}."
-            ) from error
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(PAUSE_MAX_S, pause_s * 2)
 
 
-async def _arrive_once(endpoint: Endpoint, incarnation: Incarnation, payload: dict[str, Any]) -> Any:
+def _arrivals(opened: ms.Opened) -> tuple[Arrival, ...]:
+    try:
+        return tuple(Arrival.from_payload(msgpack.unpackb(payload)) for payload in opened.payloads)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RemoteProtocolError(f"The barrier opened with a payload that is none: {error!r}.") from error
+
+
+async def _ask(endpoint: Endpoint, request: ms.Arrive) -> ms.Opened:
+    """One connection: closed when the answer is there, or when the caller does not want it any more."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(CONNECT_LIMIT_S):
             reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        writer.write(encode_frame({"id": 0, "op": "hello", "secret": endpoint.secret}))
-        writer.write(
-            encode_frame(
-                {
-                    "id": 1,
-                    "op": "barrier_arrive",
-                    "gang": incarnation.run_uid,
-                    "epoch": incarnation.epoch,
-                    "rank": incarnation.rank,
-                    "token": incarnation.token,
-                    "payload": payload,
-                }
-            )
-        )
-        return await _answer(reader)
+        writer.write(encode_request(ms.Hello(HELLO_ID, endpoint.secret, ms.PROTOCOL_VERSION)))
+        writer.write(encode_request(request))
+        return await _opened(reader)
     except (OSError, TimeoutError) as error:
         raise TransportError(f"The store cannot be reached: {error!r}.") from error
     finally:
@@ -78,12 +85,13 @@ async def _arrive_once(endpoint: Endpoint, incarnation: Incarnation, payload: di
             writer.close()
 
 
-async def _answer(reader: asyncio.StreamReader) -> Any:
-    parser = FrameParser()
+async def _opened(reader: asyncio.StreamReader) -> ms.Opened:
+    stream = ReplyStream()
     while data := await reader.read(READ_BYTES):
-        for message in parser.feed(data):
-            if "error" in message:
-                raise MeshError.from_wire(message["error"])
-            if message["id"] == 1:
-                return message["result"]
+        for message in stream.feed(data):
+            answer: Any = message
+            if isinstance(answer, ms.Refused):
+                raise error_of(answer)
+            if isinstance(answer, ms.Opened):
+                return answer
     raise TransportError("The store closed the connection.")

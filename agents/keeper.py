@@ -41,7 +41,7 @@ from agents.core import lease as ls
 from agents.freeze import freeze_incarnation, thaw
 from mesh.errors import RemoteProtocolError
 from mesh.ids import Incarnation
-from mesh.wire import FrameParser
+from mesh.store.protocol import ReplyStream
 
 KILL_ROUND_S = 5.0
 KILL_ROUNDS_MAX = 12
@@ -78,7 +78,7 @@ class Keeper:
         self._lease = ls.Lease(terms=self._terms, started_at=now())
         self._socket: socket.socket | None = None
         self._is_connecting = False
-        self._parser = FrameParser(bytes_max=REPLY_BYTES_MAX)
+        self._stream = ReplyStream(bytes_max=REPLY_BYTES_MAX)
         self._frozen: list[process_tree.Process] = []
         self._alive_told_at = float("-inf")
         self._is_over = False
@@ -123,8 +123,8 @@ class Keeper:
         events: list[ls.LeaseEvent] = []
         try:
             while data := self._socket.recv(READ_BYTES):
-                for message in self._parser.feed(data):
-                    events.append(lease_wire.event_of(message))
+                told = map(lease_wire.event_of, self._stream.feed(data))
+                events += [event for event in told if event is not None]
             events.append(ls.ConnectionLost())
         except BlockingIOError:
             return events
@@ -160,7 +160,7 @@ class Keeper:
             self._disconnect()
             return [ls.ConnectionLost()]
         self._is_connecting = False
-        self._parser = FrameParser(bytes_max=REPLY_BYTES_MAX)
+        self._stream = ReplyStream(bytes_max=REPLY_BYTES_MAX)
         return self._send(lease_wire.hello(secret=self._secret))
 
     def _send(self, frame: bytes) -> list[ls.LeaseEvent]:
@@ -223,7 +223,7 @@ class Keeper:
                             effect.op,
                             request_id=effect.request_id,
                             incarnation=self._incarnation,
-                            ttl_s=self._terms.ttl_s,
+                            terms=self._terms,
                         )
                     )
                 case ls.Tell():

@@ -1,47 +1,51 @@
-"""The few frames of the store's protocol that a keeper speaks, without the asyncio client's weight."""
+"""The few messages of the store's protocol that a keeper speaks, as lease events; without the asyncio client."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from agents.core import lease as ls
-from mesh.errors import AuthenticationError, MeshError, RemoteProtocolError
 from mesh.ids import Incarnation
-from mesh.wire import encode_frame
+from mesh.reasons import Reason
+from mesh.store import messages as ms
+from mesh.store.protocol import ID_MAX, encode_request
 
-HELLO_ID = 0
+HELLO_ID = ID_MAX
+"""Away from the requests' own ids, which count up from 1."""
+FINAL_REASONS = frozenset(
+    {
+        Reason.STALE_EPOCH,
+        Reason.LEASE_LOST,
+        Reason.CONFLICT,
+        Reason.FORBIDDEN,
+        Reason.UNAUTHENTICATED,
+        Reason.LIMIT_EXCEEDED,
+        Reason.PROTOCOL,
+    }
+)
+"""Denials that asking again cannot change. Whatever else the store says may pass (it has just been restarted)."""
 
 
 def hello(*, secret: str) -> bytes:
     """The first frame of a connection."""
-    return encode_frame({"id": HELLO_ID, "op": "hello", "secret": secret})
+    return encode_request(ms.Hello(HELLO_ID, secret, ms.PROTOCOL_VERSION))
 
 
-def request(op: str, *, request_id: int, incarnation: Incarnation, ttl_s: float) -> bytes:
-    """`op` is grant, renew or release."""
-    return encode_frame(
-        {
-            "id": request_id,
-            "op": f"lease_{op}",
-            "gang": incarnation.run_uid,
-            "epoch": incarnation.epoch,
-            "rank": incarnation.rank,
-            "token": incarnation.token,
-            "ttl_s": ttl_s,
-        }
-    )
+def request(op: str, *, request_id: int, incarnation: Incarnation, terms: ls.LeaseTerms) -> bytes:
+    """`op` is grant, renew or release. A grant with the same token renews."""
+    me = (incarnation.run_uid, incarnation.epoch, incarnation.rank, incarnation.token)
+    if op == "release":
+        return encode_request(ms.ReleaseLease(request_id, *me))
+    return encode_request(ms.GrantLease(request_id, *me, terms.ttl_s, terms.guard_s))
 
 
-def event_of(message: Any) -> ls.LeaseEvent:
-    """What one frame from the store means. Raises RemoteProtocolError for what is no answer."""
-    if not isinstance(message, dict) or not isinstance(message.get("id"), int):
-        raise RemoteProtocolError(f"The store sent {message!r:.200}, which answers nothing.")
-    request_id: int = message["id"]
-    if "error" not in message:
-        return ls.Connected() if request_id == HELLO_ID else ls.Confirmed(request_id=request_id)
-    error = MeshError.from_wire(message["error"])
-    if request_id == HELLO_ID:
-        return ls.ConnectionLost(message=str(error), is_final=isinstance(error, AuthenticationError))
-    return ls.Denied(
-        request_id=request_id, reason=error.reason, message=str(error), is_final=not error.retryable
-    )
+def event_of(message: ms.Message) -> ls.LeaseEvent | None:
+    """What one message from the store means; None for what is not about this lease."""
+    if isinstance(message, ms.Welcome):
+        return ls.Connected()
+    if isinstance(message, ms.Done):
+        return ls.Confirmed(request_id=message.id)
+    if not isinstance(message, ms.Refused):
+        return None
+    is_final = message.reason in FINAL_REASONS
+    if message.id in (0, HELLO_ID):
+        return ls.ConnectionLost(message=message.message, is_final=is_final)
+    return ls.Denied(request_id=message.id, reason=message.reason, message=message.message, is_final=is_final)

@@ -84,6 +84,8 @@ class Member:
         self._inbox: asyncio.Queue[ev.MemberEvent] = asyncio.Queue(INBOX_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing: list[asyncio.Task[None]] = []
+        self._ending: list[asyncio.Task[None]] = []
+        """What ends processes and gives back: never cut short."""
         self._driver: asyncio.Task[None] | None = None
         self._keeper: KeeperProcess | None = None
         self._preparation: Preparation | None = None
@@ -138,6 +140,8 @@ class Member:
         status = self._core.status()
         if status is not None and self._core.state.launched and not self._core.state.tree_empty:
             await self._kill_tree(status.incarnation)
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=CLOSE_LIMIT_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -230,9 +234,9 @@ class Member:
             case do.SendReport():
                 self._spawn("report", self._report(effect))
             case do.FreeResources():
-                self._spawn("free resources", self._free_resources())
+                self._ending.append(self._spawn("free resources", self._free_resources()))
             case do.ReleaseLease():
-                self._spawn("release lease", self._release_lease())
+                self._ending.append(self._spawn("release lease", self._release_lease()))
             case do.Finish():
                 self._spawn("finish", self._finish())
 
@@ -327,12 +331,15 @@ class Member:
             interface=machine.interface_for(self._config.address),
             restore_uri=order.restore_uri,
         )
+        working_dir = plan.working_dir or str(folders.state)
+        base = clean_base_environment(self._config.base_environment)
+        base.pop("OLDPWD", None)
         return LaunchSpec(
             incarnation=effect.incarnation,
             launcher=plan.launcher,
             argv=plan.command,
-            env={**clean_base_environment(self._config.base_environment), **contract},
-            working_dir=plan.working_dir or str(folders.state),
+            env={**base, "PWD": working_dir, **contract},
+            working_dir=working_dir,
             spool_dir=str(folders.spool),
             error_file=str(folders.error_file),
             logs=order.logs,

@@ -206,8 +206,8 @@ class LeaseState:
     """Set while a connection is being made."""
     connect_at: float | None = None
     """When to try to connect again."""
-    request_id: int = 0
-    """Of the last request; ids grow by one."""
+    request_id: int = 1
+    """Of the request in flight, or of the next one. It grows only past a request that was never answered."""
     sent_at: float | None = None
     """When the request in flight was sent; None when there is none."""
     held_from: float | None = None
@@ -448,7 +448,8 @@ class Lease:
     def _request(self, now: float) -> None:
         state = self.state
         op = {LeasePhase.RELEASING: "release", LeasePhase.ACQUIRING: "grant"}.get(state.phase, "renew")
-        state.request_id += 1
+        if state.sent_at is not None:
+            state.request_id += 1  # its answer may still come, and is not the answer to this one
         state.sent_at = now
         state.request_at = None
         self._do(Request(op=op, request_id=state.request_id))

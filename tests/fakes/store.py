@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
-from mesh.errors import AuthenticationError, FencedError, MeshError, RendezvousError
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
-from mesh.wire import FrameParser, encode_frame
+from mesh.store import messages as ms
+from mesh.store.protocol import ReplyEncoder, RequestStream
 
 
 @dataclass
@@ -27,10 +26,11 @@ class FakeStore:
     """Takes requests and answers nothing."""
     ops: list[str] = field(default_factory=list)
     leases: set[int] = field(default_factory=set)
-    arrived: dict[int, Any] = field(default_factory=dict)
+    arrived: dict[int, bytes] = field(default_factory=dict)
     waiting: list[tuple[asyncio.StreamWriter, int]] = field(default_factory=list)
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
     _server: asyncio.Server | None = None
+    _encoder: ReplyEncoder = field(default_factory=ReplyEncoder)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -56,11 +56,11 @@ class FakeStore:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.add(writer)
-        parser = FrameParser()
+        stream = RequestStream(bytes_max=65536)
         try:
             while data := await reader.read(65536):
-                for message in parser.feed(data):
-                    self.ops.append(message["op"])
+                for message in stream.feed(data):
+                    self.ops.append(type(message).__name__)
                     if not self.is_silent:
                         self._answer(message, writer)
         except ConnectionError:
@@ -69,45 +69,47 @@ class FakeStore:
             self.connections.discard(writer)
             writer.close()
 
-    def _answer(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        try:
-            if message["op"] != "hello":
-                self._gate(message)
-            result = getattr(self, f"_on_{message['op']}")(message, writer)
-        except MeshError as error:
-            writer.write(encode_frame({"id": message["id"], "error": error.to_wire()}))
+    def _answer(self, message: ms.Request, writer: asyncio.StreamWriter) -> None:
+        refused = self._refusal(message)
+        if refused is not None:
+            self._send(writer, ms.Refused(message.id, *refused))
             return
-        if result is not None:
-            writer.write(encode_frame({"id": message["id"], "result": result}))
+        match message:
+            case ms.Hello():
+                self._send(writer, ms.Welcome(message.id, "fake", ms.Role.MEMBER))
+            case ms.GrantLease():
+                self.leases.add(message.rank)
+                self._send(writer, ms.Done(message.id))
+            case ms.ReleaseLease():
+                self.leases.discard(message.rank)
+                self._send(writer, ms.Done(message.id))
+            case ms.Arrive():
+                self._arrive(message, writer)
+            case _:
+                raise AssertionError(f"no member asks for {message}")
 
-    def _gate(self, message: dict[str, Any]) -> None:
-        if self.floor is None:
-            raise RendezvousError("This store does not know the gang yet.", reason=Reason.UNKNOWN_GANG)
-        if message["epoch"] < self.floor:
-            raise FencedError(f"Epoch {message['epoch']} is over; the gang is at {self.floor}.")
+    def _refusal(self, message: ms.Request) -> tuple[Reason, str] | None:
+        match message:
+            case ms.Hello() if message.secret != self.secret:
+                return Reason.UNAUTHENTICATED, "The secret is wrong."
+            case ms.Hello():
+                return None
+            case _ if self.floor is None:
+                return Reason.UNKNOWN_GANG, "This store does not know the gang yet."
+            case ms.GrantLease() | ms.ReleaseLease() | ms.Arrive() if message.epoch < self.floor:
+                return Reason.STALE_EPOCH, f"Epoch {message.epoch} is over; the gang is at {self.floor}."
+            case ms.Arrive() if message.rank not in self.leases:
+                return Reason.LEASE_LOST, "No lease."
+        return None
 
-    def _on_hello(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Any:
-        if message["secret"] != self.secret:
-            raise AuthenticationError("The secret is wrong.")
-        return {}
-
-    def _on_lease_grant(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Any:
-        self.leases.add(message["rank"])
-        return {}
-
-    def _on_lease_renew(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Any:
-        self.leases.add(message["rank"])
-        return {}
-
-    def _on_lease_release(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Any:
-        self.leases.discard(message["rank"])
-        return {}
-
-    def _on_barrier_arrive(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Any:
-        self.arrived[message["rank"]] = message["payload"]
-        self.waiting.append((writer, message["id"]))
+    def _arrive(self, message: ms.Arrive, writer: asyncio.StreamWriter) -> None:
+        self.arrived[message.rank] = message.payload
+        self.waiting.append((writer, message.id))
         if len(self.arrived) == self.size:
-            payloads = [self.arrived[rank] for rank in sorted(self.arrived)]
+            payloads = tuple(self.arrived[rank] for rank in sorted(self.arrived))
             for waiter, request_id in self.waiting:
-                waiter.write(encode_frame({"id": request_id, "result": payloads}))
+                self._send(waiter, ms.Opened(request_id, payloads))
             self.waiting.clear()
+
+    def _send(self, writer: asyncio.StreamWriter, message: ms.Reply) -> None:
+        writer.write(self._encoder.encode(message))

@@ -95,10 +95,10 @@ async def kept(store: FakeStore, request: pytest.FixtureRequest) -> AsyncIterato
 
 async def test_it_takes_the_lease_renews_it_and_gives_it_back(store: FakeStore, kept: Kept) -> None:
     await kept.granted()
-    await until(lambda: store.count("lease_renew") >= 3)
+    await until(lambda: store.count("GrantLease") >= 3)
     await kept.keeper.release()
     assert store.leases == set()
-    assert store.count("lease_release") == 1
+    assert store.count("ReleaseLease") == 1
     assert len(kept.told) == 1
     assert kept.states() != []
 
@@ -123,8 +123,8 @@ async def test_a_store_that_is_restarted_and_learns_of_the_gang_late_costs_nothi
     await store.stop()
     store.floor = None
     await store.start()
-    renewals = store.count("lease_renew")
-    await until(lambda: store.count("lease_renew") > renewals + 2)
+    renewals = store.count("GrantLease")
+    await until(lambda: store.count("GrantLease") > renewals + 2)
     store.floor = 3
     await until(lambda: store.leases == {0})
     assert len(kept.told) == 1
@@ -195,11 +195,11 @@ async def test_a_member_that_dies_takes_the_tree_with_it_and_the_lease_is_not_re
     store: FakeStore, kept: Kept, member_process: Callable[[Kept], subprocess.Popen[bytes]]
 ) -> None:
     member = member_process(kept)
-    await until(lambda: store.count("lease_grant") == 1)
+    await until(lambda: store.count("GrantLease") >= 1)
     member.kill()
     await until(lambda: kept.states() == [])
     await until(lambda: not store.connections)
-    assert store.count("lease_release") == 0
+    assert store.count("ReleaseLease") == 0
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_renewal_is_sent_every_heartbeat_from_the_last_one_sent() -> None:
     holder = holding()
     assert holder.deadline == pytest.approx(0.5)
     (renew,) = holder.tell(ls.Woke(), 0.5)
-    assert renew == ls.Request(op="renew", request_id=2)
+    assert renew == ls.Request(op="renew", request_id=1)
     holder.confirm(0.55)
     assert holder.deadline == pytest.approx(1.0)
 
@@ -104,7 +104,7 @@ def test_without_any_answer_it_is_over_at_ttl_minus_guard(
 def test_every_confirmed_renewal_moves_the_end(confirmed_at: float) -> None:
     holder = holding()
     holder.tell(ls.Woke(), 0.5)
-    holder.tell(ls.Confirmed(request_id=2), min(confirmed_at, 1.39))
+    holder.tell(ls.Confirmed(request_id=1), min(confirmed_at, 1.39))
     assert holder.lease.end_at == pytest.approx(START + 0.5 + 2.7)
 
 
@@ -117,10 +117,11 @@ def test_an_answer_that_is_read_late_still_counts_from_its_sending() -> None:
     assert holder.lease.end_at == pytest.approx(START + 2.0 + 2.7)
 
 
-def test_an_answer_to_an_older_request_is_not_believed() -> None:
+@pytest.mark.parametrize("request_id", [0, 2])
+def test_an_answer_to_another_request_is_not_believed(request_id: int) -> None:
     holder = holding()
     holder.tell(ls.Woke(), 0.5)
-    holder.tell(ls.Confirmed(request_id=1), 0.6)
+    holder.tell(ls.Confirmed(request_id=request_id), 0.6)
     assert holder.lease.end_at == pytest.approx(START + 2.7)
 
 
@@ -227,8 +228,9 @@ def test_an_answer_from_before_the_sleep_thaws_nothing() -> None:
     holder = holding()
     holder.tell(ls.Woke(), 0.5)
     assert words(holder.tell(ls.Woke(), 60.0))[0] == "FreezeTree"
-    assert holder.tell(ls.Confirmed(request_id=2), 60.01) == []
+    assert holder.tell(ls.Confirmed(request_id=1), 60.01) == []
     assert holder.phase is LeasePhase.ASKING
+    assert words(holder.tell(ls.Confirmed(request_id=2), 60.02)) == ["ThawTree", "thawed"]
 
 
 def test_the_parent_that_dies_takes_the_tree_with_it_and_nothing_is_released() -> None:
@@ -239,7 +241,7 @@ def test_the_parent_that_dies_takes_the_tree_with_it_and_nothing_is_released() -
 def test_a_release_is_confirmed_and_ends_without_a_kill() -> None:
     holder = holding()
     (release,) = holder.tell(ls.ReleaseAsked(), 0.2)
-    assert release == ls.Request(op="release", request_id=2)
+    assert release == ls.Request(op="release", request_id=1)
     assert words(holder.confirm(0.3)) == ["released", "End"]
     assert ls.KillTree() not in holder.effects
 
