@@ -59,7 +59,7 @@ T = TypeVar("T")
 class StoreControl(Protocol):
     """What a gang wants from the rendezvous store. Every call may be repeated."""
 
-    async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int) -> None: ...
+    async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, *, is_new: bool) -> None: ...
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         """Returns whether the barrier had opened before it was closed."""
@@ -212,7 +212,11 @@ class GangDriver:
             case OpenEpoch():
                 self._start(
                     ("open", effect.epoch),
-                    _persist_in(lambda: self._store.open_epoch(self.uid, effect.epoch, effect.size)),
+                    _persist_in(
+                        lambda: self._store.open_epoch(
+                            self.uid, effect.epoch, effect.size, is_new=effect.is_new
+                        )
+                    ),
                 )
             case CloseBarrier():
                 self._start(("close", effect.epoch), self._close_barrier(effect))
@@ -228,6 +232,8 @@ class GangDriver:
                     _persist_in(lambda: self._fleet.dismiss(effect.incarnation)),
                 )
             case ForgetGang():
+                self._stop(("open", effect.epoch))
+                self._stop(("close", effect.epoch))
                 self._start(
                     ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
                 )

@@ -52,10 +52,15 @@ class ReleaseMachines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEpoch:
-    """Tell the store that this epoch is the gang's current one: everything older is stale from here."""
+    """Tell the store that this epoch is the gang's current one: everything older is stale from here.
+
+    `is_new` is False when the store should know it already: one that does not has forgotten what it knew, and
+    its word that a barrier never opened proves nothing.
+    """
 
     epoch: Epoch
     size: int
+    is_new: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,16 @@ class LeaseLapsed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGone:
+    """The member holds no lease any more: it gave it back, or it lapsed while nobody watched.
+
+    Nothing of it runs. Its own report, which knows more, should be on its way.
+    """
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberVanished:
     """The member's actor is dead or could not be created. Its processes may not be dead yet."""
 
@@ -120,6 +130,7 @@ GangEvent = (
     | BarrierOpened
     | BarrierClosed
     | LeaseLapsed
+    | LeaseGone
     | MemberVanished
     | CancelRequested
     | CoordinatorRecovered

@@ -43,6 +43,7 @@ from coordinator.core.events import (
     CancelRequested,
     CoordinatorRecovered,
     GangEvent,
+    LeaseGone,
     LeaseLapsed,
     MachinesReleased,
     MachinesReserved,
@@ -104,6 +105,9 @@ _END_OF = {
     OutcomeKind.CANCEL: RunState.CANCELLED,
 }
 
+LAST_WORD_WINDOW_S = 5.0
+"""How long the reports of a member whose lease is gone are waited for: they say how its command ended."""
+
 _ASSEMBLY_STATES = frozenset({RunState.ASSEMBLING, RunState.STARTING})
 
 
@@ -121,6 +125,8 @@ class GangCore:
         self._now = Now(mono=0.0, wall=0.0)
         self._assembly_deadline: float | None = None
         self._judgement_deadline: float | None = None
+        self._last_word_deadlines: dict[Rank, float] = {}
+        """When to stop waiting for the report of a member whose lease is gone."""
         self._dirty = False
         self._announcements: list[Announcement] = []
         self._effects: list[GangEffect] = []
@@ -144,8 +150,9 @@ class GangCore:
 
     def next_deadline(self) -> float | None:
         """Monotonic time at which `TimePassed` is due, or None."""
-        deadlines = [d for d in (self._assembly_deadline, self._judgement_deadline) if d is not None]
-        return min(deadlines, default=None)
+        single = (self._assembly_deadline, self._judgement_deadline)
+        deadlines = [d for d in single if d is not None]
+        return min([*deadlines, *self._last_word_deadlines.values()], default=None)
 
     # ---- the one door for state -------------------------------------------------------------------
 
@@ -158,6 +165,8 @@ class GangCore:
             self._assembly_deadline = None
         if state.is_terminal:
             gang.ended_at = self._now.wall
+            self._judgement_deadline = None
+            self._last_word_deadlines = {}
 
     def _announce(
         self, kind: str, message: str, *, reason: Reason | None = None, rank: Rank | None = None
@@ -256,6 +265,7 @@ class GangCore:
         gang.failures = []
         gang.reason = None
         gang.members = {}
+        self._last_word_deadlines = {}
         for index, (placement, token) in enumerate(zip(event.placements, event.tokens, strict=True)):
             rank = Rank(index)
             gang.members[rank] = MemberRecord(
@@ -269,7 +279,7 @@ class GangCore:
         machines = ", ".join(p.machine for p in event.placements)
         self._announce("Assembling", f"Epoch {gang.epoch} assembles on {machines}.")
         self._tell_arrivals()
-        self._effects.append(OpenEpoch(epoch=gang.epoch, size=gang.plan.nodes))
+        self._effects.append(OpenEpoch(epoch=gang.epoch, size=gang.plan.nodes, is_new=True))
         self._effects.extend(self._order(m) for m in gang.members.values())
 
     def _order(self, member: MemberRecord) -> OrderMember:
@@ -450,6 +460,11 @@ class GangCore:
                 Failure(rank=member.rank, at=self._now.wall, reason=Reason.MACHINE_LOST, message=message)
             )
 
+    def _on_lease_gone(self, event: LeaseGone) -> None:
+        member = self._current(event.incarnation)
+        if member is not None:
+            self._last_word_deadlines.setdefault(member.rank, self._now.mono + LAST_WORD_WINDOW_S)
+
     def _on_member_vanished(self, event: MemberVanished) -> None:
         member = self._current(event.incarnation)
         if member is None or member.phase is not MemberPhase.ORDERED or self.gang.outcome is not None:
@@ -473,6 +488,9 @@ class GangCore:
             self._decide(outcome)
 
     def _on_time_passed(self, event: TimePassed) -> None:
+        for rank in [r for r, due in self._last_word_deadlines.items() if self._now.mono >= due]:
+            del self._last_word_deadlines[rank]
+            self._on_lease_lapsed(LeaseLapsed(incarnation=self.gang.members[rank].incarnation))
         overdue = self._assembly_deadline is not None and self._now.mono >= self._assembly_deadline
         if overdue and self.gang.outcome is None and self.gang.state in _ASSEMBLY_STATES:
             missing = sorted(
@@ -614,7 +632,7 @@ class GangCore:
 
     def _resume_epoch(self) -> None:
         gang = self.gang
-        self._effects.append(OpenEpoch(epoch=gang.epoch, size=gang.plan.nodes))
+        self._effects.append(OpenEpoch(epoch=gang.epoch, size=gang.plan.nodes, is_new=False))
         if gang.outcome is not None:
             self._effects.extend(self._fence_effects())
             return
@@ -639,6 +657,7 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     MemberStartFailed: GangCore._on_member_start_failed,
     MemberExited: GangCore._on_member_exited,
     LeaseLapsed: GangCore._on_lease_lapsed,
+    LeaseGone: GangCore._on_lease_gone,
     MemberVanished: GangCore._on_member_vanished,
     CancelRequested: GangCore._on_cancel_requested,
     TimePassed: GangCore._on_time_passed,

@@ -33,5 +33,5 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 _NONE = {
     "exit_badly": 0.0, "start_failure": 0.0, "never_arrives": 0.0, "slow_preparation": 0.0,
-    "preparation_failure": 0.0, "ignores_term": 0.0, "cancel": 0.0, "crash_at_write": 0.0,
+    "preparation_failure": 0.0, "ignores_term": 0.0, "machine_loss": 0.0, "cancel": 0.0, "crash_at_write": 0.0,
 }  # fmt: skip

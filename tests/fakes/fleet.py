@@ -86,7 +86,7 @@ class FakeStore:
         self.epochs: list[tuple[RunUid, Epoch, int]] = []
         self.forgotten: list[tuple[RunUid, Epoch]] = []
 
-    async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int) -> None:
+    async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, *, is_new: bool) -> None:
         self.epochs.append((uid, epoch, size))
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:

@@ -77,6 +77,8 @@ class Player:
         incarnation = self._incarnation(int(plain[0]), epoch)
         if word == "lapsed":
             return ev.LeaseLapsed(incarnation=incarnation)
+        if word == "gone":
+            return ev.LeaseGone(incarnation=incarnation)
         if word == "vanished":
             return ev.MemberVanished(incarnation=incarnation, message="its agent died.")
         return self._report(word, plain, options, incarnation)

@@ -1,0 +1,49 @@
+"""What a coordinator missed while it did not watch the store: the difference between its state and a snapshot.
+
+Rules of this file:
+1. A snapshot tells what is; an event that follows from it may have been heard already, which changes nothing.
+2. A member that held a lease and holds none any more is lost, or has given it back. One that was never heard of
+   may not have taken its lease yet, unless the barrier opened: then every rank held one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone
+from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
+from mesh.ids import Epoch, IncarnationToken, Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreView:
+    """What the store knows of a gang: its floor, who holds a lease, whether the start barrier opened."""
+
+    epoch: Epoch
+    holders: frozenset[tuple[Rank, IncarnationToken]]
+    has_opened: bool
+
+
+def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
+    """Events that bring the gang up to what the store says. None when the store is at another epoch."""
+    if view.epoch != gang.epoch or gang.state.is_terminal:
+        return []
+    events: list[GangEvent] = []
+    if view.has_opened and not gang.barrier_open:
+        events.append(BarrierOpened(epoch=gang.epoch))
+    has_opened = view.has_opened or gang.barrier_open
+    events.extend(
+        LeaseGone(incarnation=member.incarnation)
+        for member in members_with_lease(gang, has_opened=has_opened)
+        if (member.rank, member.incarnation.token) not in view.holders
+    )
+    return events
+
+
+def members_with_lease(gang: Gang, *, has_opened: bool) -> list[MemberRecord]:
+    """Members that must hold a lease, by what is known of them."""
+    return [
+        member
+        for member in gang.members.values()
+        if member.settlement is None and (has_opened or member.phase is not MemberPhase.ORDERED)
+    ]
