@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mesh", "agents", "coordinator")
-CORES = ("coordinator/core", "agents/core", "mesh/store/state.py")
+CORES = (
+    "coordinator/core",
+    "agents/core",
+    *(f"mesh/store/{name}.py" for name in ("state", "barrier", "books", "keys", "leases")),
+)
 PURE = {"__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib"}
 PURE |= {"heapq", "itertools", "json", "math", "operator", "re", "string", "textwrap", "types", "typing"}
 PURE |= set(PACKAGES)
