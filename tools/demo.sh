@@ -24,10 +24,12 @@ printf '$ %s\n' "${command[*]}"
 code=0
 "${command[@]}" || code=$?
 
-printf '\n$ mesh describe %s\n' "$name"
-mesh describe "$name" || true
-printf '\n$ mesh get attempts -l nodus.dev/job=%s\n' "$name"
-mesh get attempts -l "nodus.dev/job=$name" || true
+if mesh get runs "$name" >/dev/null 2>&1; then # a deployment that could not start has said so already
+  printf '\n$ mesh describe %s\n' "$name"
+  mesh describe "$name"
+  printf '\n$ mesh get attempts %s\n' "$name"
+  mesh get attempts "$name"
+fi
 if [ "$code" = 0 ]; then
   printf '\ndemo: two machines, one gang, exit code 0. The logs stay in .demo until the next `make clean`.\n'
 else
