@@ -15,11 +15,9 @@ from typing import Any
 from coordinator import view
 from coordinator.core.effects import OrderMember
 from coordinator.core.events import (
-    BarrierOpened,
     CancelRequested,
     CoordinatorRecovered,
     GangEvent,
-    LeaseLapsed,
     Now,
     RunAccepted,
 )
@@ -29,7 +27,7 @@ from coordinator.fleet import Fleet
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
 from mesh.errors import ConflictError, NotFoundError, StorageError
-from mesh.ids import Epoch, Incarnation, RunUid, new_run_uid
+from mesh.ids import RunUid, new_run_uid
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
@@ -281,15 +279,8 @@ class Coordinator:
             await driver.post_durably(report)
         return True
 
-    def barrier_opened(self, uid: RunUid, epoch: Epoch) -> None:
-        """The store opened a start barrier."""
-        self._post(uid, BarrierOpened(epoch=epoch))
-
-    def lease_lapsed(self, incarnation: Incarnation) -> None:
-        """The store declared a member lost."""
-        self._post(incarnation.run_uid, LeaseLapsed(incarnation=incarnation))
-
-    def _post(self, uid: RunUid, event: GangEvent) -> None:
+    def post(self, uid: RunUid, event: GangEvent) -> None:
+        """Something that the store says. Of a gang that is not known: nothing to do."""
         driver = self._drivers.get(uid)
         if driver is not None:
             driver.post(event)

@@ -213,7 +213,7 @@ def _find_group(key: _Key) -> PlacementGroup | None:
 
 
 def _is_removed(group: PlacementGroup) -> bool:
-    return placement_group_table(group).get("state", "REMOVED") == "REMOVED"
+    return bool(placement_group_table(group).get("state", "REMOVED") == "REMOVED")
 
 
 def _find_or_create_group(key: _Key, shape: Shape) -> PlacementGroup:

@@ -19,6 +19,11 @@ from mesh.reasons import Reason
 from mesh.states import Transport
 
 
+LEASE_TTL_S = 3.0
+LEASE_GUARD_S = 0.3
+HEARTBEAT_S = 0.5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOrder:
     """Take part in one epoch: take a lease, prepare, arrive at the barrier, run when it opens."""
@@ -29,9 +34,9 @@ class JoinOrder:
     store: Endpoint
     logs: Endpoint
     transport: Transport
-    lease_ttl_s: float = 3.0
-    lease_guard_s: float = 0.3
-    heartbeat_s: float = 0.5
+    lease_ttl_s: float = LEASE_TTL_S
+    lease_guard_s: float = LEASE_GUARD_S
+    heartbeat_s: float = HEARTBEAT_S
     restore_uri: str | None = None
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
+from coordinator.core.events import BarrierOpened
 from coordinator.core.gang_state import Gang
 from coordinator.journal import SqlJournal
 from mesh.errors import ConflictError, NotFoundError, StorageError
@@ -89,7 +90,7 @@ class Bench:
         for member in self.incarnations():
             await self.coordinator.report(MemberArrived(incarnation=member, at=time.time()))
         self.store.opened.add((uid, epoch))
-        self.coordinator.barrier_opened(uid, epoch)
+        self.coordinator.post(uid, BarrierOpened(epoch=epoch))
         for member in self.incarnations():
             await self.coordinator.report(
                 MemberStarted(incarnation=member, at=time.time(), pid=1, master_port=29500)
