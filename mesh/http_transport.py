@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -139,9 +140,12 @@ class HttpTransport:
             MeshTimeoutError: no answer within `limit_s`.
         """
         backoff = Backoff(patience_s=repeat_s)
+        sent = dict(headers or {})
+        if body is not None:
+            sent["Content-Type"] = "application/json"
         while True:
             try:
-                return await self._call_once(method, path, query, body, headers or {}, limit_s)
+                return await self._call_once(method, path, query, body, sent, limit_s)
             except TransportError as error:
                 gone = self._fate()
                 if gone is not None:
@@ -163,7 +167,7 @@ class HttpTransport:
             async with (
                 asyncio.timeout(limit_s),
                 self._opened().request(
-                    method, self.url + path, params=_query(query), json=body, headers=headers
+                    method, self.url + path, params=_query(query), data=_payload(body), headers=headers
                 ) as response,
             ):
                 return self._answer(response.status, await response.read())
@@ -258,6 +262,11 @@ def checked_url(url: str) -> str:
     if not usable:
         raise SpecError(f"{url!r} is no address of an API.", hint="Write http://HOST:PORT.", got=url)
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def _payload(body: Any) -> io.BytesIO | None:
+    """The body as a file: aiohttp sends large ones in pieces then, without holding up the loop."""
+    return None if body is None else io.BytesIO(json.dumps(body).encode())
 
 
 def _query(query: Mapping[str, Any] | None) -> dict[str, str]:

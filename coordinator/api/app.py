@@ -10,6 +10,7 @@ readers come back.
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 from aiohttp import web
@@ -65,6 +66,7 @@ async def _end_streams(app: web.Application) -> None:
     app[CONTEXT].stopping.set()
 
 
+@functools.cache
 def document() -> dict[str, Any]:
     """The OpenAPI document of this version, without a server."""
     return build_document(ENDPOINTS, version=__version__)

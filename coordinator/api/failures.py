@@ -62,13 +62,6 @@ _CLASS_OF_STATUS: dict[int, tuple[type[MeshError], Reason]] = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class StreamCutError(ConnectionResetError):
-    """A stream that has begun cannot be finished: its connection is cut, so that the reader knows.
-
-    aiohttp takes any ConnectionError of a handler for a connection that is gone, which is what it is.
-    """
-
-
 def status_of(error: MeshError) -> int:
     """The HTTP status that fits this error."""
     if error.reason in _STATUS_OF_REASON:
@@ -104,8 +97,9 @@ async def guard_requests(request: web.Request, handler: Handler) -> web.StreamRe
         return error_response(error, request_id=request_id)
     except web.HTTPException as error:
         return _plain_http_error(error, request, request_id)
-    except ConnectionResetError:
-        raise
+    except ConnectionError:
+        # the client has gone while it was answered: nobody is left to tell
+        return web.Response(status=499, reason="Client Closed Request")
     except Exception:  # noqa: BLE001 - the guard: a fault of ours becomes an answer and a log entry
         _log.exception("request %s: %s %s failed", request_id, request.method, request.path)
         fault = InternalError(

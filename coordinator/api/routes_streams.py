@@ -14,7 +14,7 @@ from coordinator.api.failures import REQUEST_ID, REQUEST_ID_HEADER
 from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import SELECTOR
 from coordinator.api.streams import NDJSON_TYPE, SSE_TYPE, cut, ndjson, sse, stream, wants_sse
-from mesh.errors import NotFoundError, SpecError
+from mesh.errors import MeshError, NotFoundError, SpecError
 from mesh.resources import Event, LogLine, Run
 from mesh.selectors import JOB_LABEL, Selector, event_labels, parse_selector
 
@@ -147,12 +147,16 @@ async def get_raw_log(request: web.Request, query: Query) -> web.StreamResponse:
         }
     )
     await response.prepare(request)
-    await response.write(first)
-    async for chunk in chunks:
-        if context.stopping.is_set():
-            cut(request)
-        await response.write(chunk)
-    await response.write_eof()
+    try:
+        await response.write(first)
+        async for chunk in chunks:
+            await response.write(chunk)
+            if context.stopping.is_set():
+                cut(request)
+                break
+        await response.write_eof()
+    except (ConnectionError, MeshError):
+        cut(request)
     return response
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from coordinator.api.failures import REQUEST_ID, REQUEST_ID_HEADER, StreamCutError
+from coordinator.api.failures import REQUEST_ID, REQUEST_ID_HEADER
 from mesh.errors import MeshError
 
 HEARTBEAT_S = 10.0
@@ -99,8 +99,16 @@ async def stream(
 ) -> web.StreamResponse:
     """Sends all items as one response.
 
-    `stopping` is set when the server stops: the connection is cut then.
+    Args:
+        stopping: set when the server stops: the connection is cut then.
+
+    Raises:
+        MeshError: the source refused at once; nothing has been sent.
     """
+    first = asyncio.ensure_future(_next(items))
+    await asyncio.sleep(0)
+    if first.done():
+        first.result()
     response = web.StreamResponse(
         headers={
             "Content-Type": f"{framing.content_type}; charset=utf-8",
@@ -110,30 +118,31 @@ async def stream(
             **headers,
         }
     )
-    await response.prepare(request)
-    if framing.opening:
-        await response.write(framing.opening)
+    is_whole = False
     try:
-        await _pump(response, items, framing, stopping, heartbeat_s)
+        await response.prepare(request)
+        await response.write(framing.opening)
+        await _pump(response, items, first, framing, stopping, heartbeat_s)
+        await response.write(framing.ending)
+        await response.write_eof()
+        is_whole = True
     except MeshError as error:
         await response.write(framing.encode_error(error.to_wire()))
-        cut(request)
-    except _ServerStoppingError:
-        cut(request)
-    if framing.ending:
-        await response.write(framing.ending)
-    await response.write_eof()
+        await response.write_eof()
+        is_whole = True
+    except (ConnectionError, _ServerStoppingError):
+        pass  # cut, as whatever else may come up to the guard
+    finally:
+        if not is_whole:
+            cut(request)
+        first.cancel()
     return response
 
 
 def cut(request: web.Request) -> None:
-    """Closes the connection without the last chunk, so that no reader takes this for the end.
-
-    Always raises.
-    """
+    """Closes the connection without the last chunk, so that no reader takes this for the end."""
     if request.transport is not None:
         request.transport.close()
-    raise StreamCutError("The stream was cut.")
 
 
 class _ServerStoppingError(Exception):
@@ -143,13 +152,13 @@ class _ServerStoppingError(Exception):
 async def _pump(
     response: web.StreamResponse,
     items: AsyncIterator[Item],
+    following: asyncio.Future[Item | None],
     framing: Framing,
     stopping: asyncio.Event,
     heartbeat_s: float,
 ) -> None:
     chunk = bytearray()
     stop = asyncio.ensure_future(stopping.wait())
-    following = asyncio.ensure_future(_next(items))
     try:
         while True:
             if not following.done():

@@ -98,6 +98,11 @@ class OutputPump:
         self._ended = False
         self._task = asyncio.create_task(self._write_on(), name="output")
 
+    @property
+    def waiting_characters(self) -> int:
+        """How much has been taken over and is not written yet."""
+        return self._size
+
     async def put(self, text: str) -> None:
         """Takes text over. Raises OutputClosedError once the reader has gone."""
         async with self._changed:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -265,17 +266,19 @@ class FakeLogs:
     def __init__(self, service: FakeService) -> None:
         self._service = service
         self._lines: dict[str, list[dict[str, Any]]] = {}
+        self._whole: Counter[str] = Counter()
         self._ended: set[str] = set()
         self._news = asyncio.Condition()
 
     async def add(self, run: dict[str, Any], rank: int, verb: str, text: str) -> None:
-        lines = self._lines.setdefault(run["metadata"]["uid"], [])
+        uid = run["metadata"]["uid"]
+        lines = self._lines.setdefault(uid, [])
         async with self._news:
-            whole = [line for line in lines if not line["partial"]]
             is_partial = verb == "part"
+            self._whole[uid] += not is_partial
             lines.append(
                 {
-                    "cursor": str(len(whole) + (not is_partial)),
+                    "cursor": str(self._whole[uid]),
                     "at": time.time(),
                     "rank": rank,
                     "epoch": EPOCH,
