@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agents.node import MemberNode
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
+from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
 from mesh.errors import MeshTimeoutError, PlacementError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import FenceOrder, JoinOrder
-
-MACHINE_LABEL = "gangmesh.machine"
-GPU_TYPE_LABEL = "gangmesh.gpu-type"
-SLOT_RESOURCE = "gangmesh_slot"
-"""Every machine has one: a machine serves one member at a time."""
 
 MEMBER_CALL_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
@@ -46,6 +43,7 @@ REMOVAL_TIMEOUT_S = 30.0
 WAITING_NOTICE_S = 1
 """How long a reservation may take before its run says why it waits (whole seconds: Ray takes no less)."""
 
+_WORDS = re.compile(r"\d+|\D+")
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +55,14 @@ class _Key:
     @property
     def name(self) -> str:
         return f"gang-{self.uid}-{self.reservation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bundle:
+    """One machine's place in a placement group."""
+
+    index: int
+    facts: MachineFacts
 
 
 class RayFleet:
@@ -97,16 +103,12 @@ class RayFleet:
         return await self._placements(group)
 
     async def _placements(self, group: PlacementGroup) -> tuple[Placement, ...]:
-        table = await asyncio.to_thread(placement_group_table, group)
-        nodes = {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes)}
-        placements = []
-        for index in sorted(table["bundles_to_node_id"], key=int):
-            node = nodes.get(table["bundles_to_node_id"][index])
-            if node is None or not node["Alive"]:
-                raise PlacementError("A machine was lost while it was being reserved.")
-            facts = _facts(node)
-            placements.append(Placement(machine=facts.name, address=facts.address))
-        return tuple(placements)
+        """In the order of the machines' names, numbers in them counted as numbers."""
+        bundles = await asyncio.to_thread(_bundles, group)
+        ordered = sorted(
+            bundles, key=lambda name: [int(n) if n.isdigit() else n for n in _WORDS.findall(name)]
+        )
+        return tuple(Placement(machine=name, address=bundles[name].facts.address) for name in ordered)
 
     async def release(self, uid: RunUid, reservation: int) -> None:
         key = _Key(uid, reservation)
@@ -137,7 +139,15 @@ class RayFleet:
         await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
 
     def _create_member(self, order: JoinOrder, group: PlacementGroup) -> Any:
-        config = {**self._member_config, "machine": str(order.machine)}
+        bundle = _bundles(group).get(order.machine)
+        if bundle is None:
+            raise MemberGoneError(f"{order.machine} is not in its reservation any more.")
+        config = {
+            **self._member_config,
+            "machine": str(order.machine),
+            "address": bundle.facts.address,
+            "namespace": self._namespace,
+        }
         return MemberNode.options(
             name=_actor_name(order.incarnation),
             namespace=self._namespace,
@@ -146,7 +156,7 @@ class RayFleet:
             num_cpus=0,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=int(order.incarnation.rank)
+                placement_group=group, placement_group_bundle_index=bundle.index
             ),
         ).remote(config)
 
@@ -196,12 +206,25 @@ def _facts(node: Mapping[str, Any]) -> MachineFacts:
     labels = dict(node["Labels"])
     return MachineFacts(
         name=MachineName(labels[MACHINE_LABEL]),
-        address=node["NodeManagerAddress"],
+        address=labels.get(ADDRESS_LABEL, node["NodeManagerAddress"]),
         labels={k: v for k, v in labels.items() if not k.startswith(("ray.io/", "gangmesh."))},
         gpu_type=labels.get(GPU_TYPE_LABEL),
         gpu_count=int(node["Resources"].get("GPU", 0)) if node["Alive"] else 0,
         is_alive=bool(node["Alive"]),
     )
+
+
+def _bundles(group: PlacementGroup) -> dict[MachineName, _Bundle]:
+    """Where a group that is ready lies. Raises PlacementError when a machine of it is lost already."""
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    found = {}
+    for index, node_id in placement_group_table(group)["bundles_to_node_id"].items():
+        node = nodes.get(node_id)
+        if node is None or not node["Alive"]:
+            raise PlacementError("A machine was lost while it was being reserved.")
+        facts = _facts(node)
+        found[facts.name] = _Bundle(index=int(index), facts=facts)
+    return found
 
 
 def _find_group(key: _Key) -> PlacementGroup | None:
