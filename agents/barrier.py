@@ -12,23 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from typing import Any
 
 import msgpack
 
 from agents.core.events import Arrival
-from mesh.errors import MeshError, RemoteProtocolError, TransportError
+from mesh.errors import MeshError, RemoteProtocolError
 from mesh.messages import JoinOrder
-from mesh.plan import Endpoint
 from mesh.reasons import Reason
-from mesh.store import messages as ms
-from mesh.store.protocol import ReplyStream, encode_request, error_of
+from mesh.store.client import StoreClient
 
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 1.0
-CONNECT_LIMIT_S = 5.0
-READ_BYTES = 64 * 1024
-HELLO_ID, ARRIVE_ID = 1, 2
 PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
 
 _log = logging.getLogger(__name__)
@@ -40,20 +34,11 @@ async def arrive(order: JoinOrder, arrival: Arrival) -> tuple[Arrival, ...]:
     Raises:
         MeshError: the store will never let this member through.
     """
-    incarnation = order.incarnation
-    request = ms.Arrive(
-        ARRIVE_ID,
-        incarnation.run_uid,
-        incarnation.epoch,
-        incarnation.rank,
-        incarnation.token,
-        ms.START_BARRIER,
-        msgpack.packb(arrival.to_payload()),
-    )
+    payload = msgpack.packb(arrival.to_payload())
     pause_s = PAUSE_FIRST_S
     while True:
         try:
-            return _arrivals(await _ask(order.store, request))
+            return _arrivals(await _ask(order, payload))
         except MeshError as error:
             if error.reason not in PASSING_REASONS:
                 raise
@@ -62,36 +47,18 @@ async def arrive(order: JoinOrder, arrival: Arrival) -> tuple[Arrival, ...]:
         pause_s = min(PAUSE_MAX_S, pause_s * 2)
 
 
-def _arrivals(opened: ms.Opened) -> tuple[Arrival, ...]:
+def _arrivals(payloads: tuple[bytes, ...]) -> tuple[Arrival, ...]:
     try:
-        return tuple(Arrival.from_payload(msgpack.unpackb(payload)) for payload in opened.payloads)
+        return tuple(Arrival.from_payload(msgpack.unpackb(payload)) for payload in payloads)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RemoteProtocolError(f"The barrier opened with a payload that is none: {error!r}.") from error
 
 
-async def _ask(endpoint: Endpoint, request: ms.Arrive) -> ms.Opened:
+async def _ask(order: JoinOrder, payload: bytes) -> tuple[bytes, ...]:
     """One connection: closed when the answer is there, or when the caller does not want it any more."""
-    writer: asyncio.StreamWriter | None = None
+    me = order.incarnation
+    client = await StoreClient.connect(order.store)
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
-            reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        writer.write(encode_request(ms.Hello(HELLO_ID, endpoint.secret, ms.PROTOCOL_VERSION)))
-        writer.write(encode_request(request))
-        return await _opened(reader)
-    except (OSError, TimeoutError) as error:
-        raise TransportError(f"The store cannot be reached: {error!r}.") from error
+        return await client.arrive(me.run_uid, me.epoch, me.rank, me.token, payload=payload, timeout_s=None)
     finally:
-        if writer is not None:
-            writer.close()
-
-
-async def _opened(reader: asyncio.StreamReader) -> ms.Opened:
-    stream = ReplyStream()
-    while data := await reader.read(READ_BYTES):
-        for message in stream.feed(data):
-            answer: Any = message
-            if isinstance(answer, ms.Refused):
-                raise error_of(answer)
-            if isinstance(answer, ms.Opened):
-                return answer
-    raise TransportError("The store closed the connection.")
+        client.abort()

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from agents.launcher.base import read_tail
 from agents.launcher.launcher import Launcher
 from agents.member import Member, MemberConfig
 from agents.preparation import Folders
+from coordinator.logs.sink import LogSink
+from coordinator.logs.store import LogStore
+from coordinator.store_actor import StoreServer
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, RunUid, new_run_uid, new_token
 from mesh.messages import (
     FenceOrder,
@@ -32,7 +37,8 @@ from mesh.messages import (
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
 from mesh.states import LauncherKind, Transport
-from tests.fakes.store import FakeStore
+from mesh.store import messages as ms
+from mesh.store.client import StoreClient
 
 LIMIT_S = 60.0
 ADDRESSES = ("127.0.0.12", "127.0.0.3")
@@ -49,29 +55,83 @@ dist.destroy_process_group()
 """
 
 
+class Head:
+    """The parts of the head that a member talks to: the store and the log sink, both real."""
+
+    def __init__(self, folder: Path) -> None:
+        self._logs = LogStore(folder / "logs")
+        self._sink = LogSink(self._logs, secret="logs", host="127.0.0.1")
+        self._server: StoreServer | None = None
+        self.store = Endpoint(host="127.0.0.1", port=0, secret="member")
+
+    async def start(self) -> None:
+        self.logs = await self._sink.start()
+        await self.start_store()
+
+    async def start_store(self) -> None:
+        """Also again: a restarted store listens on the same port and knows nothing."""
+        self._server = StoreServer(
+            host="127.0.0.1", port=self.store.port, admin_secret="admin", member_secret="member"
+        )
+        address = await self._server.start()
+        self.store = Endpoint(host="127.0.0.1", port=address.port, secret="member")
+
+    async def stop_store(self) -> None:
+        assert self._server is not None
+        await self._server.stop("the test says so")
+
+    async def set_floor(self, uid: RunUid, epoch: int, *, size: int) -> None:
+        async with self._admin() as admin:
+            await admin.set_floor(uid, Epoch(epoch), size)
+
+    async def arrived(self, uid: RunUid) -> tuple[int, ...]:
+        async with self._admin() as admin:
+            barriers = (await admin.snapshot(uid)).barriers
+        return tuple(rank for barrier in barriers for rank in barrier.arrived)
+
+    async def leases(self, uid: RunUid) -> tuple[ms.LeaseView, ...]:
+        async with self._admin() as admin:
+            return (await admin.snapshot(uid)).leases
+
+    @asynccontextmanager
+    async def _admin(self) -> AsyncIterator[StoreClient]:
+        client = await StoreClient.connect(replace(self.store, secret="admin"))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    async def stop(self) -> None:
+        await self.stop_store()
+        await self._sink.stop()
+        self._logs.close()
+
+
 class Gang:
     """Members of one run in this process, and everything that they reported."""
 
-    def __init__(self, store: FakeStore, folder: Path, plan: RunPlan) -> None:
-        self.store = store
+    def __init__(self, head: Head, folder: Path, plan: RunPlan) -> None:
+        self.head = head
         self.folder = folder
         self.plan = plan
         self.uid: RunUid = new_run_uid()
         self.members: list[Member] = []
         self.reports: list[MemberReport] = []
         self.refused_reports = 0
-        store.size = plan.nodes
+        self.incarnations = [
+            Incarnation(run_uid=self.uid, epoch=Epoch(1), rank=Rank(rank), token=new_token())
+            for rank in range(plan.nodes)
+        ]
+        for rank in range(plan.nodes):
+            self.add(rank)
 
     def incarnation(self, rank: int) -> Incarnation:
         return self.incarnations[rank]
 
-    async def join(self) -> None:
-        self.incarnations = [
-            Incarnation(run_uid=self.uid, epoch=Epoch(1), rank=Rank(rank), token=new_token())
-            for rank in range(self.plan.nodes)
-        ]
-        for rank in range(self.plan.nodes):
-            self.add(rank)
+    async def join(self, *ranks: int) -> None:
+        """Opens the epoch and orders these ranks to join, all when none is given."""
+        await self.head.set_floor(self.uid, 1, size=self.plan.nodes)
+        for rank in ranks or range(self.plan.nodes):
             await self.members[rank].join(self.order(rank))
 
     def add(self, rank: int) -> None:
@@ -93,8 +153,8 @@ class Gang:
             incarnation=self.incarnations[rank],
             plan=self.plan,
             machine=MachineName(f"m{rank}"),
-            store=self.store.endpoint,
-            logs=Endpoint(host="127.0.0.1", port=9, secret=""),
+            store=self.head.store,
+            logs=self.head.logs,
             transport=Transport.PRIVATE,
             lease_ttl_s=5.0,
         )
@@ -115,6 +175,11 @@ class Gang:
     async def last(self, rank: int, kind: type[MemberReport]) -> MemberReport:
         await until(lambda: kind in self.kinds(rank))
         return next(report for report in reversed(self.of(rank)) if type(report) is kind)
+
+    async def wait_until_arrived(self, rank: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while rank not in await self.head.arrived(self.uid):
+                await asyncio.sleep(0.01)
 
     async def exit(self, rank: int) -> MemberExited:
         report = await self.last(rank, MemberExited)
@@ -149,19 +214,19 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def gang(tmp_path: Path) -> AsyncIterator[Callable[..., Gang]]:
-    store = FakeStore()
-    await store.start()
+    head = Head(tmp_path)
+    await head.start()
     gangs: list[Gang] = []
 
     def make(*command: str, nodes: int = 2, launcher: LauncherKind = LauncherKind.PLAIN) -> Gang:
         plan = RunPlan(name=RunName("job"), command=command, nodes=nodes, launcher=launcher)
-        gangs.append(Gang(store, tmp_path, plan))
+        gangs.append(Gang(head, tmp_path, plan))
         return gangs[-1]
 
     yield make
     for each in gangs:
         await each.close()
-    await store.stop()
+    await head.stop()
 
 
 async def test_two_plain_members_run_the_command_together_and_report_everything(
@@ -177,7 +242,7 @@ async def test_two_plain_members_run_the_command_together_and_report_everything(
         await pair.fence(rank)
         assert (await pair.fenced(rank)).exit == ProcessExit(code=rank)
         await pair.members[rank].leave()
-    assert pair.store.leases == set()
+    assert await pair.head.leases(pair.uid) == ()
 
 
 async def test_the_command_gets_the_contract_and_nothing_of_ours_or_rays(gang: Callable[..., Gang]) -> None:
@@ -196,46 +261,36 @@ async def test_a_rank_waits_for_the_others_and_no_command_starts_before_all_are_
     gang: Callable[..., Gang],
 ) -> None:
     pair = gang("sh", "-c", "echo started")
-    pair.incarnations = [
-        Incarnation(run_uid=pair.uid, epoch=Epoch(1), rank=Rank(rank), token=new_token()) for rank in (0, 1)
-    ]
-    pair.add(0)
-    pair.add(1)
-    await pair.members[0].join(pair.order(0))
+    await pair.join(0)
     await pair.last(0, MemberArrived)
-    await until(lambda: 0 in pair.store.arrived)
+    await pair.wait_until_arrived(0)
     assert MemberStarted not in pair.kinds(0)
     assert pair.tree(0) == {}
-    await pair.members[1].join(pair.order(1))
+    await pair.join(1)
     await pair.last(0, MemberStarted)
     await pair.last(1, MemberStarted)
 
 
 async def test_a_member_waits_through_a_restart_of_the_store(gang: Callable[..., Gang]) -> None:
     pair = gang("true")
-    pair.incarnations = [
-        Incarnation(run_uid=pair.uid, epoch=Epoch(1), rank=Rank(rank), token=new_token()) for rank in (0, 1)
-    ]
-    pair.add(0)
-    pair.add(1)
-    await pair.members[0].join(pair.order(0))
-    await until(lambda: 0 in pair.store.arrived)
-    await pair.store.stop()
-    await pair.store.start()
-    await pair.members[1].join(pair.order(1))
+    await pair.join(0)
+    await pair.wait_until_arrived(0)
+    await pair.head.stop_store()
+    await pair.head.start_store()
+    await pair.join(1)
     for rank in (0, 1):
         assert (await pair.exit(rank)).exit.ok
 
 
 async def test_a_fence_at_the_barrier_means_that_the_command_never_runs(gang: Callable[..., Gang]) -> None:
     pair = gang("sh", "-c", "echo started")
-    pair.store.size = 3
-    await pair.join()
-    for rank in (0, 1):
-        await pair.last(rank, MemberArrived)
-        await pair.fence(rank)
-        assert (await pair.fenced(rank)).exit is None
-        assert MemberStarted not in pair.kinds(rank)
+    await pair.join(0)
+    await pair.wait_until_arrived(0)
+    await pair.fence(0)
+    assert (await pair.fenced(0)).exit is None
+    await pair.join(1)
+    await pair.last(1, MemberArrived)
+    assert MemberStarted not in pair.kinds(0)
 
 
 async def test_a_fence_stops_the_command_with_its_grace_period(gang: Callable[..., Gang]) -> None:
@@ -274,7 +329,7 @@ async def test_a_newer_epoch_in_the_store_ends_the_command(gang: Callable[..., G
     one = gang("sleep", "600", nodes=1)
     await one.join()
     await one.last(0, MemberStarted)
-    one.store.floor = 2
+    await one.head.set_floor(one.uid, 2, size=1)
     assert (await one.fenced(0)).reason is Reason.STALE_EPOCH
     assert one.tree(0) == {}
 
@@ -302,7 +357,6 @@ async def test_two_runs_on_one_host_get_two_rendezvous_ports(gang: Callable[...,
     first, second = gang("sleep", "600", nodes=1), gang("sleep", "600", nodes=1)
     ports = []
     for run in (first, second):
-        run.store.arrived.clear()
         await run.join()
         report = await run.last(0, MemberStarted)
         assert isinstance(report, MemberStarted)
