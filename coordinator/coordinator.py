@@ -154,7 +154,7 @@ class Coordinator:
         driver = self._drivers.get(row.uid)
         if driver is not None:
             return self._resource(driver)
-        return view.run_resource(Gang.from_record(row.record), row.job, {})
+        return view.run_resource(Gang.from_record(row.record), row.job, now=self._now().wall)
 
     async def get_run(self, name: str) -> Run:
         """See `CoordinatorService.get_run`."""
@@ -307,7 +307,7 @@ class Coordinator:
         return sorted(self._drivers.values(), key=lambda d: (d.core.gang.created_at, d.uid))
 
     def _resource(self, driver: GangDriver) -> Run:
-        return view.run_resource(driver.core.gang, self._jobs[driver.uid], {})
+        return view.run_resource(driver.core.gang, self._jobs[driver.uid], now=self._now().wall)
 
     def _run_labels(self, driver: GangDriver) -> dict[str, str]:
         plan = driver.core.gang.plan

@@ -18,8 +18,12 @@ CANCELLED_EXIT_CODE = 130
 """What a shell reports for a command that was interrupted."""
 
 
-def run_resource(gang: Gang, job: dict[str, Any], last_output: dict[int, float]) -> Run:
-    """The Job resource with its status filled in."""
+FINISHED_EARLY_S = 5.0
+"""How long a rank must have been finished before that is worth a word: ranks never end at one moment."""
+
+
+def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
+    """The Job resource with its status filled in. `now` is wall-clock seconds; `lastOutputAt` is the API's to fill."""
     plan = gang.plan
     return {
         "apiVersion": "nodus.dev/v1",
@@ -46,10 +50,8 @@ def run_resource(gang: Gang, job: dict[str, Any], last_output: dict[int, float])
             "barrier": {"arrived": gang.arrived_count(), "of": plan.nodes},
             "startedAt": gang.started_at,
             "endedAt": gang.ended_at,
-            "ranks": [
-                _rank_status(gang.members[rank], last_output.get(rank)) for rank in sorted(gang.members)
-            ],
-            "conditions": _conditions(gang),
+            "ranks": [_rank_status(gang.members[rank]) for rank in sorted(gang.members)],
+            "conditions": _conditions(gang, now),
             "cause": None if gang.cause is None else _cause(gang.cause),
         },
     }
@@ -108,7 +110,7 @@ def _attempt(gang: Gang, member: MemberRecord) -> Attempt:
     }
 
 
-def _rank_status(member: MemberRecord, last_output_at: float | None) -> RankStatus:
+def _rank_status(member: MemberRecord) -> RankStatus:
     return {
         "rank": member.rank,
         "machine": member.machine,
@@ -116,7 +118,7 @@ def _rank_status(member: MemberRecord, last_output_at: float | None) -> RankStat
         "state": _member_state(member),
         "stage": None,
         "exit": _process_end(member.exit or member.fenced_exit),
-        "lastOutputAt": last_output_at,
+        "lastOutputAt": None,
         "finishedAt": member.ended_at,
     }
 
@@ -131,14 +133,16 @@ def _member_state(member: MemberRecord) -> str:
     return str(member.phase)
 
 
-def _conditions(gang: Gang) -> list[Condition]:
+def _conditions(gang: Gang, now: float) -> list[Condition]:
     found: list[Condition] = []
-    finished = [m for m in gang.members.values() if m.succeeded]
-    if finished and gang.state is RunState.RUNNING and len(finished) < len(gang.members):
+    ended = sorted(now - (m.ended_at or now) for m in gang.members.values() if m.succeeded)
+    is_uneven = gang.state is RunState.RUNNING and 0 < len(ended) < len(gang.members)
+    if is_uneven and ended[-1] >= FINISHED_EARLY_S:
         found.append(
             {
                 "type": "RanksFinishedEarly",
-                "message": f"{len(finished)} of {len(gang.members)} ranks have finished; the others still run.",
+                "message": f"{len(ended)} of {len(gang.members)} ranks finished {ended[-1]:.0f} s ago; "
+                "the others still run.",
             }
         )
     found.extend(
