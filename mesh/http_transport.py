@@ -17,7 +17,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from mesh.errors import MeshError, MeshTimeoutError, RemoteProtocolError, SpecError, TransportError
+from mesh.errors import (
+    LocalProtocolError,
+    MeshError,
+    MeshTimeoutError,
+    RemoteProtocolError,
+    SpecError,
+    TransportError,
+)
 from mesh.reasons import Reason
 
 if TYPE_CHECKING:
@@ -27,6 +34,8 @@ CALL_LIMIT_S = 30.0
 CONNECT_LIMIT_S = 5.0
 REPEAT_LIMIT_S = 12.0
 """Longer than the API itself waits for a coordinator that is being restarted."""
+FIRST_REPEAT_LIMIT_S = 2.0
+"""For a server that has never answered this client: the address may simply be wrong."""
 SILENCE_LIMIT_S = 35.0
 """A stream's heartbeat comes every 10 s; after three lost ones the connection is taken for dead."""
 ITEM_BYTES_MAX = 16 * 1024 * 1024
@@ -107,6 +116,7 @@ class HttpTransport:
         self._token = token
         self._fate = fate
         self._session: aiohttp.ClientSession | None = None
+        self._has_answered = False
 
     async def open(self) -> None:
         import aiohttp
@@ -139,7 +149,8 @@ class HttpTransport:
             TransportError: no connection, for as long as was tried.
             MeshTimeoutError: no answer within `limit_s`.
         """
-        backoff = Backoff(patience_s=repeat_s)
+        patience_s = repeat_s if self._has_answered else min(repeat_s, FIRST_REPEAT_LIMIT_S)
+        backoff = Backoff(patience_s=patience_s)
         sent = dict(headers or {})
         if body is not None:
             sent["Content-Type"] = "application/json"
@@ -207,7 +218,7 @@ class HttpTransport:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            raise TransportError(
+            raise LocalProtocolError(
                 "This client is not open.", hint="Use it as `async with mesh.connect() as client:`."
             )
         return self._session
@@ -223,6 +234,7 @@ class HttpTransport:
         )
 
     def _answer(self, status: int, body: bytes) -> Any:
+        self._has_answered = True
         try:
             data = json.loads(body)
         except ValueError as error:
