@@ -184,10 +184,11 @@ def _serve_claimed(
         ray_environment=clean,
     )
     # Not `asyncio.run`: at its end it waits for threads, and a call into a Ray that is lost may never return.
+    url = url_of(listener)
     outcome = asyncio.new_event_loop().run_until_complete(_run(state, settings, listener, tell, keep_house))
     if outcome is not Outcome.RESTART:
         return None
-    return _next_life(given, url_of(listener), original)
+    return _next_life(given, url, original)
 
 
 async def _run(state: Any, settings: Any, listener: Any, tell: Teller, keep_house: Any) -> Any:
@@ -230,8 +231,14 @@ def _next_life(
             f"Ray was lost {len(recent) + 1} times within {RESTARTS_WITHIN_S / 60:g} minutes; giving up.",
             hint="The reason is in head.log and in the ray folder beside it.",
         )
-    command = [sys.executable, "-P", "-m", "coordinator", *_without_ready_fd(given)]
-    command += ["--listen", url.removeprefix("http://")]
+    interpreter = sys.orig_argv[1 : len(sys.orig_argv) - len(given)]
+    command = [
+        sys.executable,
+        *interpreter,
+        *_without_ready_fd(given),
+        "--listen",
+        url.removeprefix("http://"),
+    ]
     times = ",".join(f"{t:.0f}" for t in [*recent, now])
     return command, {**original, RESTARTS_VARIABLE: times}
 

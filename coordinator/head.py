@@ -17,29 +17,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import sqlalchemy as sa
-from aiohttp import web
-
 from coordinator import leftovers
-from coordinator.api.app import make_app
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import NAMESPACE, HeadActors, HeadLogs, StoppableService
 from coordinator.listen import url_of
-from coordinator.providers.local import LocalProvider
+from coordinator.providers.local import WORKERS_READY, LocalProvider
 from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
+from coordinator.warm_workers import WorkerWarmth
 from mesh import __version__
 from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record
 from mesh.errors import InternalError, MeshError
 from mesh.resources import Machine
-from mesh.spec import DeploymentFacts
 
 RUNS_STOP_LIMIT_S = 45.0
 """A run that obeys SIGTERM is fenced at once; its grace period is 30 s unless it asks for another."""
@@ -49,6 +47,7 @@ LEFTOVER_GRACE_S = 2.0
 MACHINE_SEEN_LIMIT_S = 30.0
 MACHINE_LOOK_S = 0.1
 HOUSEKEEPING_S = 5.0
+SLOW_MODULES = ("coordinator.api.app", "coordinator.logs.sink", "coordinator.logs.reader")
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +102,7 @@ class Head:
         self._state = state
         self._settings = settings
         self._listener = listener
+        self._url = url_of(listener)
         self._logs = logs
         self._actors = actors
         self._tell = tell
@@ -134,8 +134,8 @@ class Head:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-                self._tell({"ready": True, "url": url_of(self._listener)})
-                _log.info("ready at %s", url_of(self._listener))
+                self._tell({"ready": True, "url": self._url})
+                _log.info("ready at %s", self._url)
                 await self._end
             return self._end.result()
         finally:
@@ -164,7 +164,7 @@ class Head:
             on_lost=self._on_lost,
         )
         self._undo("Ray", ray.stop)
-        address = await ray.start_head()
+        address, _ = await asyncio.gather(ray.start_head(), asyncio.to_thread(self._preload))
 
         machines = self._settings.machines
         self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
@@ -177,8 +177,18 @@ class Head:
         self._undo("coordinator and store", self._actors.stop)
         self._service = await self._actors.start(self._coordinator_config(logs))
         self._undo("runs", self._end_runs, limit_s=RUNS_STOP_LIMIT_S + STAGE_LIMIT_S)
+        warmth = WorkerWarmth(
+            list_machines=self._service.list_machines, node_id=ray.node_id_of, workers=WORKERS_READY
+        )
+        self._spawn_task(warmth.keep(), "warm workers")
         await self._open_api(self._service)
         self._write_record()
+
+    def _preload(self) -> None:
+        """Imports what takes a second to import, while Ray's servers start."""
+        for module in SLOW_MODULES:
+            importlib.import_module(module)
+        self._actors.preload()
 
     async def _connect(self, address: str) -> None:
         self._undo("connection to Ray", _disconnect)
@@ -198,12 +208,17 @@ class Head:
             "deployment": {
                 "version": __version__,
                 "local": True,
-                "url": url_of(self._listener),
+                "url": self._url,
                 "state": str(self._state.path),
             },
         }
 
     async def _open_api(self, service: StoppableService) -> None:
+        from aiohttp import web
+
+        from coordinator.api.app import make_app
+        from mesh.spec import DeploymentFacts
+
         gpu = self._settings.gpu
         app = make_app(
             service,
@@ -228,7 +243,7 @@ class Head:
                 self._state.path,
                 DeploymentRecord(
                     version=__version__,
-                    url=url_of(self._listener),
+                    url=self._url,
                     token=self._state.secret("token"),
                     pid=pid,
                     pid_started=process_started(pid) or 0.0,
@@ -289,16 +304,16 @@ class Head:
     # ---- stop -------------------------------------------------------------------------------------
 
     async def _take_down(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STAGE_LIMIT_S)
         while self._stages:
             name, limit_s, step = self._stages.pop()
             await _guarded(name, limit_s, step)
         left = await leftovers.end_all(self._owner, grace_s=SWEEP_GRACE_S)
         if left:
             _log.error("processes that cannot be killed: %s", left)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
         if not self._end.done() or self._end.result() is Outcome.STOPPED:
             (self._state.path / RECORD_NAME).unlink(missing_ok=True)
         _log.info("everything is down")
@@ -316,9 +331,11 @@ class Head:
 
 async def _guarded(name: str, limit_s: float, step: Callable[[], Awaitable[object]]) -> None:
     """One step of the way down: whatever goes wrong with it, the next one is taken."""
+    began = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
             await step()
+        _log.info("stopped: %s (%.2f s)", name, time.monotonic() - began)
     except TimeoutError:
         _log.error("stopping %s took longer than %g s; going on", name, limit_s)
     except MeshError as error:
@@ -329,6 +346,8 @@ async def _guarded(name: str, limit_s: float, step: Callable[[], Awaitable[objec
 
 def sqlite_url(state: StateFolder) -> str:
     """The journal in the state folder, whatever characters the folder's name has."""
+    import sqlalchemy as sa
+
     url = sa.URL.create("sqlite+aiosqlite", database=str(state.path / "journal.db"))
     return url.render_as_string(hide_password=False)
 

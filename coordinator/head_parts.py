@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import secrets
 import socket
@@ -50,6 +51,10 @@ class StoppableService(CoordinatorService, Protocol):
 class HeadActors(Protocol):
     """The coordinator and the store in the Ray cluster that this process is connected to."""
 
+    def preload(self) -> None:
+        """Imports what `start` needs; called in a thread."""
+        ...
+
     async def start(self, config: Mapping[str, Any]) -> StoppableService:
         """Finds or makes them; returns when the coordinator serves."""
         ...
@@ -96,6 +101,10 @@ class RayActors:
     def __init__(self) -> None:
         self._handles: list[Any] = []
 
+    def preload(self) -> None:
+        for module in ("coordinator.actor", "coordinator.store_actor"):
+            importlib.import_module(module)
+
     async def start(self, config: Mapping[str, Any]) -> StoppableService:
         from coordinator.actor import RayCoordinator, create_coordinator
 
@@ -126,17 +135,23 @@ class RayActors:
 
 
 def _create_store(port: int, admin: str, member: str) -> Any:
+    import ray
+
     from coordinator.store_actor import RendezvousStore
 
-    return RendezvousStore.options(
-        name=STORE_NAME,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        num_cpus=0,
-        resources={HEAD_RESOURCE: 0.001},
-    ).remote(host=NODE_ADDRESS, port=port, admin_secret=admin, member_secret=member)
+    return (
+        ray.remote(RendezvousStore)
+        .options(
+            name=STORE_NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            resources={HEAD_RESOURCE: 0.001},
+        )
+        .remote(host=NODE_ADDRESS, port=port, admin_secret=admin, member_secret=member)
+    )
 
 
 def _kill_all(handles: list[Any]) -> None:

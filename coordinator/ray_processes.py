@@ -84,6 +84,7 @@ class _Cluster:
     client: Any
     """`ray._raylet.GcsClient`; its calls block."""
     raylets: dict[str, Child] = field(default_factory=dict)
+    node_ids: dict[str, str] = field(default_factory=dict)
 
 
 class RayProcesses:
@@ -179,6 +180,7 @@ class RayProcesses:
             log=node.logs / "raylet.start",
         )
         cluster.raylets[node.name] = child
+        cluster.node_ids[node.name] = node.node_id
         self._watch(child, node.logs / "raylet.err")
         async with _limit(f"{node.name} to join Ray"):
             await _or_end(child, _alive(cluster.client, node.node_id))
@@ -206,6 +208,10 @@ class RayProcesses:
         """The pid of a node's raylet, while it runs."""
         child = self._cluster.raylets.get(name) if self._cluster else None
         return child.pid if child is not None and child.is_running else None
+
+    def node_id_of(self, name: str) -> str | None:
+        """Ray's id of a node, while its raylet runs."""
+        return self._cluster.node_ids[name] if self._cluster and self.pid_of(name) is not None else None
 
     async def stop_node(self, name: str) -> bool:
         """Stops a node's raylet and with it its workers. False when it cannot be killed."""

@@ -1,4 +1,4 @@
-"""The real head process with a stand-in for the coordinator and the store: `python -m tests.integration.stand_in_head serve …`.
+"""The real head process with a stand-in for coordinator and store (run with `python -m`, arguments as the real one).
 
 The stand-in is a real Ray actor, detached, pinned to the head, that lists machines as Ray sees them and keeps the
 configuration that it was given.
@@ -31,7 +31,9 @@ class StandInCoordinator:
             {
                 "name": node["Labels"]["gangmesh.machine"],
                 "address": node["Labels"]["gangmesh.address"],
-                "labels": {k: v for k, v in node["Labels"].items() if not k.startswith(("ray.io/", "gangmesh."))},
+                "labels": {
+                    k: v for k, v in node["Labels"].items() if not k.startswith(("ray.io/", "gangmesh."))
+                },
                 "gpus": {
                     "type": node["Labels"].get("gangmesh.gpu-type"),
                     "count": int(node["Resources"].get("GPU", 0)),
@@ -44,7 +46,8 @@ class StandInCoordinator:
         ]
 
     async def facts(self) -> dict[str, Any]:
-        return {"environment": dict(os.environ), "config": self._config, "path": sys.path, "nice": os.nice(0)}
+        config = {k: v for k, v in self._config.items() if k != "logs"}
+        return {"environment": dict(os.environ), "config": config, "path": sys.path, "nice": os.nice(0)}
 
 
 class StandInService:
@@ -75,6 +78,9 @@ class StandInService:
 class StandInActors:
     def __init__(self) -> None:
         self._handle: Any = None
+
+    def preload(self) -> None:
+        pass
 
     async def start(self, config: Mapping[str, Any]) -> Any:
         import ray
