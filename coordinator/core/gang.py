@@ -121,7 +121,8 @@ class GangCore:
 
     def __init__(self, gang: Gang, *, validate: bool = False) -> None:
         self.gang = gang
-        self._validate = validate
+        self._checked = gang.snapshot() if validate else None
+        """The state after the last event that changed it, for the check of the next one."""
         self._now = Now(mono=0.0, wall=0.0)
         self._assembly_deadline: float | None = None
         self._judgement_deadline: float | None = None
@@ -133,7 +134,7 @@ class GangCore:
 
     def handle(self, event: GangEvent, now: Now) -> list[GangEffect]:
         """Takes one event; returns what is to be done, `Persist` first when anything changed."""
-        before = self.gang.snapshot() if self._validate else None
+        before = self._checked
         self._now = now
         self._dirty = False
         self._announcements = []
@@ -144,8 +145,9 @@ class GangCore:
         if self._dirty:
             self._note_time_left()
             self._effects.insert(0, Persist(announcements=tuple(self._announcements)))
-        if before is not None:
+        if before is not None and self._dirty:
             check_invariants(before, self.gang)
+            self._checked = self.gang.snapshot()
         return self._effects
 
     def next_deadline(self) -> float | None:

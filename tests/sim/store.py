@@ -32,8 +32,6 @@ class SimStore:
     def __init__(self, world: World) -> None:
         self.world = world
         self.state = StoreState(instance="sim")
-        self.size_is_ignored = False
-        """A broken store, for the proof that the simulation would notice."""
         self._opened: set[tuple[RunUid, Epoch]] = set()
         self._connections = 0
         self._request_id = 0
@@ -104,7 +102,7 @@ class SimStore:
     # ---- what the coordinator asks ----------------------------------------------------------------
 
     def open_epoch(self, uid: RunUid, epoch: Epoch, size: int) -> None:
-        self._ask(self._admin, ms.SetFloor, (uid, epoch, 1 if self.size_is_ignored else size))
+        self._ask(self._admin, ms.SetFloor, (uid, epoch, size))
 
     def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool | None:
         """None: not known yet, ask again."""
@@ -162,7 +160,10 @@ class SimStore:
         connection, member.connection = member.connection, None
         del self._members[connection]
         self._renew_the_living()
+        holds_lease = bool(self.state.books.leases_of(connection))
         self._deliver_all(self.state.disconnected(connection))
+        if not holds_lease:
+            return
         if self._ticks_left == 0:
             self.world.after(TICK_S_MAX, self._tick)
         self._ticks_left = TICKS_TO_LAPSE
@@ -183,7 +184,7 @@ class SimStore:
 
     def has_opened(self, uid: RunUid, epoch: Epoch) -> bool:
         """The truth about a barrier: somebody was let through, and it was complete."""
-        return (uid, epoch) in self._opened and not self.size_is_ignored
+        return (uid, epoch) in self._opened
 
 
 def _key(incarnation: Incarnation) -> tuple[Any, ...]:

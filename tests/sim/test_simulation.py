@@ -4,6 +4,7 @@ A failing seed is printed; `python -m tests.sim --seed N` repeats it step by ste
 stay in `seeds.txt`.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from mesh.states import RunState
 from tests.sim.world import Faults, Violation, World
 
-SEEDS = 3_000
+SEEDS = 2_000
 NO_FAULTS = dict.fromkeys(
     [
         "exit_badly", "start_failure", "never_arrives", "slow_preparation", "preparation_failure",
@@ -89,7 +90,7 @@ def _finds_a_violation(world_class: type[World], pattern: str) -> None:
         try:
             world_class(seed, **shape_of(seed)).run()
         except Violation as violation:
-            if pattern in str(violation):
+            if re.search(pattern, str(violation)):
                 return
             raise
     raise AssertionError(f"1,000 seeds and nobody noticed: {pattern}")
@@ -99,7 +100,9 @@ def test_a_store_that_opens_barriers_early_is_caught() -> None:
     class Early(_Broken):
         def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             super().__init__(*args, **kwargs)
-            self.store.size_is_ignored = True
+            self.store.arrive = lambda member, arrival: member.barrier_opened(
+                (arrival,) * self.journal[member.incarnation.run_uid].plan.nodes
+            )
 
     _finds_a_violation(Early, "2: a process started before its barrier opened")
 
@@ -123,4 +126,5 @@ def test_machines_that_are_never_given_back_are_caught() -> None:
 
     from coordinator.core import events as ev
 
-    _finds_a_violation(Greedy, "6: the fleet still holds machines for nobody")
+    # With a second gang they starve it before they are counted.
+    _finds_a_violation(Greedy, "6: the fleet still holds machines|9: liveness: .* rests in Pending")
