@@ -1,0 +1,136 @@
+"""Leases: granted to one incarnation per rank, renewed, given back, declared lapsed.
+
+Rules of this file:
+1. The store counts from when it received a grant or renewal, and declares a lease lapsed at ttl + guard; its
+   holder counts from when it sent it, and stops at ttl - guard. So the holder always stops first.
+2. An incarnation whose lease is over never gets another one.
+3. Within an epoch another incarnation may take a rank only after the lease before it is over, and only until
+   a barrier has opened: from then on a new incarnation needs a new epoch.
+4. Before a lease is found to be over the store asks whether it was itself stalled (`Books.absolve_stall`).
+"""
+
+from __future__ import annotations
+
+from mesh.reasons import Reason
+from mesh.store import messages as ms
+from mesh.store.books import Books, ConnectionId, Gang, Lease, Output
+from mesh.store.keys import over_limit
+from mesh.store.limits import TTL_S_MAX, TTL_S_MIN
+
+LEASE_LOST = "The lease of rank {rank} in epoch {epoch} of gang {gang} is over; nothing of it may run."
+
+
+def grant(
+    books: Books, gang: Gang, request: ms.GrantLease, connection: ConnectionId, now: float
+) -> list[Output]:
+    rank = request.rank
+    lease = gang.leases.get(rank)
+    if lease is not None and lease.token == request.token:
+        return _renew(books, gang, lease, request.id, connection, now)
+    refused = _grant_refusal(books, gang, request, lease)
+    if refused is not None:
+        return [(connection, refused)]
+    lease = Lease(
+        gang=gang.uid,
+        epoch=gang.epoch,
+        rank=rank,
+        token=request.token,
+        ttl_s=request.ttl_s,
+        guard_s=request.guard_s,
+        deadline=now + request.ttl_s + request.guard_s,
+        connection=None,
+    )
+    books.add_lease(gang, lease)
+    books.hold(lease, connection)
+    return [(connection, ms.Done(request.id))]
+
+
+def release(
+    books: Books, gang: Gang, request: ms.ReleaseLease, connection: ConnectionId, _now: float
+) -> list[Output]:
+    lease = gang.leases.get(request.rank)
+    outputs: list[Output] = [(connection, ms.Done(request.id))]
+    if lease is None or lease.token != request.token:
+        # The second time, or never held: what the caller wants is so in both cases, if it can be remembered.
+        return outputs if request.token in gang.ended.get(request.rank, ()) else [(connection, lost(request))]
+    return [
+        *outputs,
+        *end(books, gang, lease),
+        *books.push(ms.LeaseReleased(gang.uid, gang.epoch, lease.rank, lease.token)),
+    ]
+
+
+def lapse(books: Books, lease: Lease) -> list[Output]:
+    """Declares the member lost."""
+    gang = books.gangs[lease.gang]
+    return [
+        *end(books, gang, lease),
+        *books.push(ms.LeaseLapsed(gang.uid, gang.epoch, lease.rank, lease.token)),
+    ]
+
+
+def end(books: Books, gang: Gang, lease: Lease) -> list[Output]:
+    """The lease is over: its rank leaves every barrier that has not opened."""
+    outputs: list[Output] = []
+    for barrier in gang.barriers.values():
+        arrival = barrier.arrivals.get(lease.rank)
+        if arrival is not None and arrival.waiter is not None and arrival.token == lease.token:
+            waiter = arrival.waiter
+            books.strike(waiter)
+            message = LEASE_LOST.format(rank=lease.rank, epoch=gang.epoch, gang=gang.uid)
+            outputs.append((waiter.connection, ms.Refused(waiter.id, Reason.LEASE_LOST, message)))
+    books.end_lease(gang, lease)
+    return outputs
+
+
+def lost(request: ms.GrantLease | ms.ReleaseLease | ms.Arrive) -> ms.Refused:
+    message = LEASE_LOST.format(rank=request.rank, epoch=request.epoch, gang=request.gang)
+    return ms.Refused(request.id, Reason.LEASE_LOST, message)
+
+
+def _renew(
+    books: Books, gang: Gang, lease: Lease, request_id: int, connection: ConnectionId, now: float
+) -> list[Output]:
+    if now >= lease.deadline:
+        books.absolve_stall(now)
+        if now >= lease.deadline:
+            message = LEASE_LOST.format(rank=lease.rank, epoch=gang.epoch, gang=gang.uid)
+            return [
+                (connection, ms.Refused(request_id, Reason.LEASE_LOST, message)),
+                *lapse(books, lease),
+            ]
+    lease.deadline = now + lease.ttl_s + lease.guard_s
+    if lease.connection != connection:
+        books.hold(lease, connection)
+    return [(connection, ms.Done(request_id))]
+
+
+def _grant_refusal(
+    books: Books, gang: Gang, request: ms.GrantLease, present: Lease | None
+) -> ms.Refused | None:
+    rank = request.rank
+    limits = books.limits
+    if not 0 <= rank < gang.size:
+        return _conflict(request, f"there are ranks 0 to {gang.size - 1} only")
+    if not TTL_S_MIN <= request.ttl_s <= TTL_S_MAX or not 0 <= request.guard_s <= TTL_S_MAX:
+        return _conflict(request, f"a lease lasts from {TTL_S_MIN} to {TTL_S_MAX} seconds")
+    if len(request.token) > limits.name_chars_max:
+        return over_limit(request.id, "characters in a token", limits.name_chars_max)
+    ended = gang.ended.get(rank, ())
+    if request.token in ended:
+        return lost(request)
+    if present is not None:
+        return _conflict(request, "another incarnation holds its lease")
+    if gang.has_opened:
+        return _conflict(request, "the barrier is open, so a new incarnation needs a new epoch")
+    if len(ended) >= limits.tokens_per_rank_max:
+        return over_limit(request.id, "incarnations of one rank in one epoch", limits.tokens_per_rank_max)
+    return None
+
+
+def _conflict(request: ms.GrantLease, why: str) -> ms.Refused:
+    return ms.Refused(
+        request.id,
+        Reason.CONFLICT,
+        f"No lease for rank {request.rank} in epoch {request.epoch} of gang {request.gang}: {why}.",
+    )

@@ -1,0 +1,340 @@
+"""What is asked of the store, what it answers, and what it tells its watchers.
+
+Rules of this file:
+1. Every request and reply starts with `id`, which the asker chooses: above 0, and free again when its reply is
+   there. Id 0 is the store's own (a refusal of the whole connection).
+2. Requests are named tuples, not frozen dataclasses: one is built per frame, and building it is a
+   measurable share of the store's time (see tests/bench/store_bench.py).
+3. Everything under (gang, epoch) has `gang` and `epoch` as its next fields, for the one gate at the store's door.
+4. Times are durations in seconds; a clock's reading never travels.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
+from mesh.reasons import Reason
+
+START_BARRIER = "start"
+"""The barrier that every rank passes before its command starts."""
+PROTOCOL_VERSION = 1
+
+
+class Role(StrEnum):
+    """What a secret opens: members may not raise floors, watch, or look at other gangs."""
+
+    ADMIN = "admin"
+    MEMBER = "member"
+
+
+# ---- requests: of the connection --------------------------------------------------------------------
+
+
+class Hello(NamedTuple):
+    """The first frame of every connection."""
+
+    id: int
+    secret: str
+    version: int
+
+
+class Ping(NamedTuple):
+    """Answered with Done."""
+
+    id: int
+
+
+class Cancel(NamedTuple):
+    """Stop waiting for the request `waiting_id` of this connection: no answer to it follows Done."""
+
+    id: int
+    waiting_id: int
+
+
+# ---- requests: admin ----------------------------------------------------------------------------------
+
+
+class SetFloor(NamedTuple):
+    """Only this epoch counts from now on; `size` ranks make the gang. Never lowered."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    size: int
+
+
+class DropGang(NamedTuple):
+    """Forget the gang, with everything under it. Answered with Number: 1 when it was known."""
+
+    id: int
+    gang: RunUid
+
+
+class CloseBarrier(NamedTuple):
+    """The barrier may not open any more. Answered with Number: 1 when it had opened before."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    name: str
+
+
+class Watch(NamedTuple):
+    """Push everything that happens to leases and barriers to this connection. Resync by Snapshot."""
+
+    id: int
+
+
+class Gangs(NamedTuple):
+    """Which gangs are known, and their floors. Answered with GangList."""
+
+    id: int
+
+
+class Snapshot(NamedTuple):
+    """Leases and barriers of one gang. Answered with GangSnapshot."""
+
+    id: int
+    gang: RunUid
+
+
+# ---- requests: leases and barriers ------------------------------------------------------------------
+
+
+class GrantLease(NamedTuple):
+    """The right of this incarnation to run, for `ttl_s` from receipt; declared lapsed after `guard_s` more.
+
+    Repeated with the same token it renews, by the terms of the first time. There is no other renewal, so a
+    store that was restarted learns its leases from the next heartbeats.
+    """
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+    ttl_s: float
+    guard_s: float
+
+
+class ReleaseLease(NamedTuple):
+    """Nothing of this incarnation runs any more. Answered with Done, the second time too."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+
+
+class Arrive(NamedTuple):
+    """Wait until every rank has arrived. Answered with Opened, later. Needs a valid lease of the token."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+    name: str
+    payload: bytes
+
+
+# ---- requests: keys -----------------------------------------------------------------------------------
+
+
+class Get(NamedTuple):
+    """Answered with Value; KeyNotFound when it is not there."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    key: str
+
+
+class Set(NamedTuple):
+    """Answered with Done."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    key: str
+    value: bytes
+
+
+class Add(NamedTuple):
+    """Counts up (from 0 when the key is not there). Answered with Number: the new count, a signed 64-bit one."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    key: str
+    amount: int
+
+
+class Wait(NamedTuple):
+    """Answered with Done as soon as each of the keys has been there once."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    keys: tuple[str, ...]
+
+
+class CompareAndSet(NamedTuple):
+    """Sets when the present value is `expected` (None: when there is none). Answered with Compared."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    key: str
+    expected: bytes | None
+    value: bytes
+
+
+class Delete(NamedTuple):
+    """Answered with Number: how many keys were deleted, 0 or 1."""
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    key: str
+
+
+LeaseRequest = GrantLease | ReleaseLease
+KeyRequest = Get | Set | Add | Wait | CompareAndSet | Delete
+GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier
+AdminRequest = SetFloor | DropGang | CloseBarrier | Watch | Gangs | Snapshot
+Request = Hello | Ping | Cancel | GangRequest | AdminRequest
+DEFERRED = (Arrive, Wait)
+"""Requests whose reply may take as long as it likes, so a caller that gives up has to say so."""
+
+
+# ---- replies ------------------------------------------------------------------------------------------
+
+
+class Done(NamedTuple):
+    id: int
+
+
+class Number(NamedTuple):
+    id: int
+    value: int
+
+
+class Value(NamedTuple):
+    id: int
+    value: bytes
+
+
+class Compared(NamedTuple):
+    """Whether it was set, and the value that the key has now."""
+
+    id: int
+    swapped: bool
+    value: bytes | None
+
+
+class Opened(NamedTuple):
+    """The barrier is open: what each rank brought, in rank order."""
+
+    id: int
+    payloads: tuple[bytes, ...]
+
+
+class Welcome(NamedTuple):
+    """`instance` is another one after each start of the store: it then knows nothing."""
+
+    id: int
+    instance: str
+    role: Role
+
+
+class GangFloor(NamedTuple):
+    gang: RunUid
+    epoch: Epoch
+    size: int
+
+
+class GangList(NamedTuple):
+    id: int
+    gangs: tuple[GangFloor, ...]
+
+
+class LeaseView(NamedTuple):
+    """`remaining_s` is until it is declared lapsed; `connected` whether its holder's connection is there."""
+
+    rank: Rank
+    token: IncarnationToken
+    remaining_s: float
+    connected: bool
+
+
+class BarrierView(NamedTuple):
+    name: str
+    arrived: tuple[Rank, ...]
+    is_open: bool
+    is_closed: bool
+
+
+class GangSnapshot(NamedTuple):
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    size: int
+    leases: tuple[LeaseView, ...]
+    barriers: tuple[BarrierView, ...]
+
+
+class Refused(NamedTuple):
+    """Nothing was changed. `protocol.error_of` is the error that a client raises for it."""
+
+    id: int
+    reason: Reason
+    message: str
+    epoch: int | None = None
+    """The gang's floor, where the epoch is what was wrong."""
+
+
+Reply = Done | Number | Value | Compared | Opened | Welcome | GangList | GangSnapshot | Refused
+
+
+# ---- pushes -------------------------------------------------------------------------------------------
+
+
+class LeaseLapsed(NamedTuple):
+    """The member is declared lost: its lease ran out, guard included."""
+
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+
+
+class LeaseReleased(NamedTuple):
+    """The member gave its lease back: nothing of it runs."""
+
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+
+
+class MemberConnectionLost(NamedTuple):
+    """The connection that held the lease closed. The lease still counts down: a suspicion, no verdict."""
+
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+
+
+class BarrierOpened(NamedTuple):
+    gang: RunUid
+    epoch: Epoch
+    name: str
+
+
+Push = LeaseLapsed | LeaseReleased | MemberConnectionLost | BarrierOpened
+Message = Reply | Push
