@@ -29,6 +29,7 @@ LAST_LINES_LIMIT_S = 20.0
 """How long the rest of the logs is waited for after the run has ended: longer than the server waits for
 late output.
 """
+CANCEL_SENT_LIMIT_S = 3.0
 TOLD_KINDS = frozenset({"Waiting", "Assembling", "AssemblyFailed", "MemberLost", "RankFailed", "FenceFailed"})
 """Events whose own words are said; the others are for `mesh describe`."""
 
@@ -102,8 +103,8 @@ class Attendance:
                     number = signalled.result()
                     if number is signal.SIGHUP:
                         return ExitCode.HUNG_UP
-                    if self._stopped_by is not None:
-                        return self._leave(number)
+                    if cancelling is not None:
+                        return await self._leave(number, cancelling)
                     self._stopped_by = number
                     cancelling = asyncio.create_task(self._cancel(number), name="cancel")
                     signalled = asyncio.create_task(self._interrupts.next())
@@ -112,11 +113,18 @@ class Attendance:
             if cancelling is not None:
                 cancelling.cancel()
 
-    def _leave(self, number: signal.Signals) -> int:
-        self._terminal.note(
-            f"{self._name} is still being stopped; see it with `mesh describe {self._name}`, "
-            f"its output with `mesh logs -f {self._name}`."
-        )
+    async def _leave(self, number: signal.Signals, cancelling: asyncio.Task[None]) -> int:
+        # an impatient second Ctrl-C must not overtake the request that the first one led to
+        await asyncio.wait({cancelling}, timeout=CANCEL_SENT_LIMIT_S)
+        if cancelling.done():
+            self._terminal.note(
+                f"{self._name} is still being stopped; see it with `mesh describe {self._name}`."
+            )
+        else:
+            self._terminal.note(
+                f"The deployment has not answered: {self._name} may go on. "
+                f"See it with `mesh describe {self._name}`, stop it with `mesh cancel {self._name}`."
+            )
         return 128 + number
 
     async def _cancel(self, number: signal.Signals) -> None:

@@ -101,6 +101,7 @@ async def serve(options: argparse.Namespace) -> int:
 def cut_connections(runner: web.AppRunner) -> None:
     server = runner.server
     assert server is not None
+    print("the fake cut its connections", flush=True)
     for connection in list(server.connections):
         if connection.transport is not None:
             connection.transport.abort()

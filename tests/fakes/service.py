@@ -9,6 +9,7 @@ every rank unless a step starts with `R=` for rank R only. Steps:
     flood:N                 N lines of 100 characters
     exit:CODE  signal:N     the rank ends
     hang                    until it is cancelled
+    stubborn:SECONDS        it takes so long to stop the run when it is cancelled
 
 Anything else runs as `exit:0`. `tests/contract/test_service.py` holds it to what every implementation does.
 """
@@ -204,6 +205,9 @@ class FakeService:
         cancelled = asyncio.create_task(self._cancelled[uid].wait())
         try:
             await self._until_decided(ranks, cancelled)
+            if cancelled.done():
+                stubborn = [step for step in plan.command if step.startswith("stubborn:")]
+                await asyncio.sleep(sum(float(step.partition(":")[2]) for step in stubborn))
             await self._end(run, plan, cancelled.done())
         finally:
             for task in [*ranks, cancelled]:
