@@ -5,7 +5,9 @@ Rules of this file:
 2. A keeper that says nothing for the length of a lease has lost it as well: it was stopped. Silence is counted in
    this process's own ticks, so that a machine that slept as a whole hears its keeper first (which then asks the
    store) and does not kill because time has passed for nobody.
-3. Exactly one of granted and refused comes first; after granted, lost comes at most once.
+3. The keeper is detached: it is what is left to end the command when this process is killed, and with it (by Ray)
+   every child that it has.
+4. Exactly one of granted and refused comes first; after granted, lost comes at most once.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class KeeperProcess:
         """Starts it. A keeper that cannot be started is a refused lease."""
         order = self._order
         try:
-            self._process = await LineProcess.start(keeper_command(), env=keeper_environment())
+            self._process = await LineProcess.start_detached(keeper_command(), env=keeper_environment())
         except OSError as error:
             self._end(Reason.PREPARATION_FAILED, f"The keeper could not be started: {error}.")
             return

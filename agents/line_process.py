@@ -5,66 +5,81 @@ Rules of this file:
 2. Nothing blocks the loop, whichever loop it is (asyncio's or uvloop's, in any thread): the pipes are watched
    by the loop, and only reaping runs in a thread, once the process is known to have ended.
 3. A line that is not a JSON object is a fault of this program, told with the line.
+4. A detached process is nobody's child here, so that it outlives whoever ends the children of this process: a Ray
+   worker that exits, or is killed through Ray, first sends SIGKILL to every child that it has.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agents import process_tree
 from mesh.errors import RemoteProtocolError
 
 LINE_BYTES_MAX = 1024 * 1024
 REAP_LIMIT_S = 5.0
+START_LIMIT_S = 10.0
+DETACHING_SHELL = ("/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- & echo $!', "sh")
+"""Starts its arguments as a process of its own, says its pid on the stdout that both have, and is gone."""
 
 
 class LineProcess:
-    """One such process. Make it with `start`; always `close` it."""
+    """One such process. Make it with `start` or `start_detached`; always `close` it."""
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        child: subprocess.Popen[bytes],
         reader: asyncio.StreamReader,
         read_transport: asyncio.ReadTransport,
         write_transport: asyncio.WriteTransport,
     ) -> None:
-        self._process = process
+        self._child = child
         self._reader = reader
         self._read_transport = read_transport
         self._write_transport = write_transport
+        self._process = process_tree.read_process(child.pid)
+        """None when it has ended already."""
+        self.pid = child.pid
 
     @classmethod
-    async def start(
-        cls, argv: Sequence[str], *, env: Mapping[str, str], cwd: str | None = None
-    ) -> LineProcess:
-        """Starts it in a session of its own. Raises OSError when it cannot be started."""
+    async def start(cls, argv: Sequence[str], *, env: Mapping[str, str]) -> LineProcess:
+        """Starts a child in a session of its own. Raises OSError when it cannot be started."""
         loop = asyncio.get_running_loop()
-        process = subprocess.Popen(  # noqa: ASYNC220 - vfork and exec, no waiting
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(env),
-            cwd=cwd,
-            start_new_session=True,
+        child = subprocess.Popen(  # noqa: ASYNC220 - vfork and exec, no waiting
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(env), start_new_session=True
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
         read_transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+            lambda: asyncio.StreamReaderProtocol(reader), child.stdout
         )
-        write_transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-        return cls(process, reader, read_transport, write_transport)
+        write_transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
+        return cls(child, reader, read_transport, write_transport)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    @classmethod
+    async def start_detached(cls, argv: Sequence[str], *, env: Mapping[str, str]) -> LineProcess:
+        """Starts a process that is nobody's child here. It must say nothing before it is told something.
+
+        Raises OSError when it cannot be started.
+        """
+        line_process = await cls.start([*DETACHING_SHELL, *argv], env=env)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                first_line = await line_process._reader.readline()
+            line_process.pid = int(first_line)
+            line_process._process = process_tree.read_process(line_process.pid)
+            await asyncio.to_thread(line_process._child.wait, START_LIMIT_S)
+        except (ValueError, TimeoutError, subprocess.TimeoutExpired) as error:
+            await line_process.close(limit_s=0.0)
+            raise OSError(errno.EAGAIN, f"the shell between did not start it ({error!r})") from error
+        return line_process
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Hands one object over; False when the process can take nothing any more."""
@@ -97,16 +112,24 @@ class LineProcess:
 
     def kill(self) -> None:
         """SIGKILL to this one process. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.poll() is None:
-                os.kill(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            process_tree.send_signal(self._process, signal.SIGKILL)
 
-    async def close(self, *, limit_s: float = REAP_LIMIT_S) -> int | None:
-        """Closes both pipes and reaps: its return code, or None when it is still there after `limit_s`."""
+    async def close(self, *, limit_s: float = REAP_LIMIT_S) -> bool:
+        """Closes both pipes and waits for its end: False when it is still there after `limit_s`."""
         self._write_transport.close()
         try:
-            return await asyncio.to_thread(self._process.wait, limit_s)
-        except subprocess.TimeoutExpired:
-            return None
+            return await asyncio.to_thread(self._wait, limit_s)
         finally:
             self._read_transport.close()
+
+    def _wait(self, limit_s: float) -> bool:
+        try:
+            self._child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._process is None or self.pid == self._child.pid:
+            return True
+        process_tree.wait_until_one_ends([self._process], limit_ms=int(limit_s * 1000))
+        now = process_tree.read_process(self.pid)
+        return now is None or now.started != self._process.started or not now.is_alive
