@@ -253,7 +253,6 @@ class Member:
         self.state.arrivals = event.arrivals
         self.state.launched = True
         self.state.tree_empty = False
-        self.state.logs_handed_over = False
         self._enter(Phase.LAUNCHING)
         self._do(do.LaunchCommand(incarnation=event.incarnation, order=order, arrivals=event.arrivals))
 
@@ -358,15 +357,11 @@ class Member:
         self._do(do.KillEverything(incarnation=self._incarnation(), why=why))
 
     def _hand_over_logs(self, now: float) -> None:
-        if self.state.logs_handed_over:
-            self._enter_fenced(now)
-            return
         self.state.logs_until = now + LOGS_LIMIT_S
         self._do(do.HandOverLogs(incarnation=self._incarnation()))
 
     def _on_logs_handed_over(self, event: ev.LogsHandedOver, now: float) -> None:
         if self.state.logs_until is not None:
-            self.state.logs_handed_over = True
             self._enter_fenced(now)
 
     def _tell_fence_failure(self, message: str, pids: tuple[int, ...], now: float) -> None:

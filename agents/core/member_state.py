@@ -84,8 +84,6 @@ class MemberState:
     """How the command ended, once known."""
     exit_to_report: bool = False
     """The command ended by itself, before any fence: MemberExited is due when the tree is empty."""
-    logs_handed_over: bool = True
-    """False from LaunchCommand until LogsHandedOver (or its limit)."""
     stop_by: float | None = None
     """When the grace period of the fence ends; only ever moves earlier."""
     kill_at: float | None = None
@@ -94,7 +92,7 @@ class MemberState:
     """How often KillEverything was asked for."""
     fence_failure_told: bool = False
     logs_until: float | None = None
-    """When the fence stops waiting for the logs."""
+    """When the fence stops waiting for the logs; set exactly while it waits for them."""
     fence_reason: Reason | None = None
     """Why the member fenced itself; None when the fence was ordered."""
     fence_message: str = ""

@@ -330,3 +330,33 @@ def test_the_holder_is_dead_before_the_store_may_let_go() -> None:
             holder.confirm(sent + delay)
             store_lets_go = sent + delay / 2 + TERMS.ttl_s + TERMS.guard_s
             assert run_until_over(holder) <= store_lets_go - 2 * TERMS.guard_s + 1e-9
+
+
+def test_a_secret_that_the_store_refuses_is_told_at_once() -> None:
+    holder = Holder()
+    effects = holder.tell(ls.ConnectionLost(message="The secret is wrong.", is_final=True), 0.1)
+    assert words(effects) == ["refused", "End"]
+    assert isinstance(effects[0], ls.Tell)
+    assert effects[0].reason is Reason.UNAUTHENTICATED
+
+
+def test_a_store_that_refuses_the_secret_later_does_not_end_a_lease_before_its_time() -> None:
+    """A restarted store may not have been told everything yet; the end of the lease is near anyway."""
+    holder = holding()
+    holder.tell(ls.ConnectionLost(message="The secret is wrong.", is_final=True), 0.1)
+    assert holder.phase is LeasePhase.HOLDING
+
+
+def test_a_denial_of_another_request_changes_nothing() -> None:
+    holder = holding()
+    holder.tell(ls.Woke(), 0.5)
+    before = holder.lease.snapshot()
+    denied = ls.Denied(request_id=7, reason=Reason.STALE_EPOCH, message="", is_final=True)
+    assert holder.tell(denied, 0.6) == []
+    assert holder.lease.snapshot() == before
+
+
+def test_a_release_that_is_asked_for_twice_is_sent_once() -> None:
+    holder = holding()
+    holder.tell(ls.ReleaseAsked(), 0.2)
+    assert holder.tell(ls.ReleaseAsked(), 0.21) == []

@@ -171,9 +171,7 @@ EXPECTED: dict[Phase, set[type[ev.MemberEvent]]] = {
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("phase", Phase, ids=str)
-def test_an_event_that_the_phase_does_not_expect_changes_nothing(
-    phase: Phase, event: ev.MemberEvent
-) -> None:
+def test_an_event_that_the_phase_does_not_expect_changes_nothing(phase: Phase, event: ev.MemberEvent) -> None:
     story = at(phase)
     before = story.member.snapshot()
     effects = story.tell(event)
@@ -500,6 +498,9 @@ def test_whoever_is_sent_away_while_running_kills_first_and_is_gone_after_the_pr
 
 def test_status_says_where_the_member_is() -> None:
     assert Story().member.status() is None
+    young = at(Phase.LEASING).member.status()
+    assert young is not None
+    assert (young.phase, young.facts["lease"]) == ("Leasing", "none")
     status = at(Phase.EXITED).member.status()
     assert status is not None
     assert (status.phase, status.facts["exit"], status.facts["lease"]) == ("Exited", "3", "held")
@@ -523,3 +524,20 @@ def test_validation_finds_a_member_that_lost_track_of_its_lease() -> None:
     check: Callable[[], None] = story.member.check
     with pytest.raises(AssertionError):
         check()
+
+
+def test_a_member_without_validation_does_the_same() -> None:
+    plain = Member(address="127.0.0.3", wall_offset_s=1_000_000.0)
+    checked = at(Phase.GONE)
+    effects = [e for event in WAY[Phase.GONE] for e in plain.handle(event, checked.now)]
+    assert effects == checked.effects
+
+
+def test_a_tree_that_is_empty_already_is_not_killed_again_while_its_logs_go() -> None:
+    story = at(Phase.EXITED)
+    story.tell(FENCE)
+    assert story.phase is Phase.FENCING
+    assert story.tell(LOSE) == []
+    assert story.tell(FENCE) == []
+    story.tell(HANDED)
+    assert story.phase is Phase.FENCED
