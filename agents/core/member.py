@@ -123,16 +123,12 @@ class Member:
         assert phase is not Phase.FENCING or state.kill_at is not None or state.logs_until is not None
         assert phase not in (Phase.FENCED, Phase.GONE) or not state.lease_held
 
-    # --- the gate -------------------------------------------------------------------------------
-
     def _passes_gate(self, event: ev.MemberEvent) -> bool:
         if self.state.phase is Phase.GONE:
             return False
         if self.state.incarnation is None:
             return isinstance(event, (ev.JoinOrdered, ev.FenceOrdered, ev.LeaveOrdered))
         return event.incarnation == self.state.incarnation
-
-    # --- orders ---------------------------------------------------------------------------------
 
     def _on_join_ordered(self, event: ev.JoinOrdered, now: float) -> None:
         if self.state.phase is not Phase.IDLE:
@@ -171,8 +167,6 @@ class Member:
         self._on_leave_ordered(ev.LeaveOrdered(incarnation=event.incarnation), now)
         self._forget_reports()
 
-    # --- the lease ------------------------------------------------------------------------------
-
     def _on_lease_granted(self, event: ev.LeaseGranted, now: float) -> None:
         if self.state.phase is not Phase.LEASING:
             return
@@ -202,8 +196,6 @@ class Member:
             self.state.fence_reason = event.reason
             self.state.fence_message = event.message
         self._fence(now, grace_s=0.0, kill=f"The lease is lost: {event.message}")
-
-    # --- before the command ---------------------------------------------------------------------
 
     def _on_prepared(self, event: ev.Prepared, now: float) -> None:
         if self.state.phase is not Phase.PREPARING:
@@ -255,8 +247,6 @@ class Member:
         self.state.tree_empty = False
         self._enter(Phase.LAUNCHING)
         self._do(do.LaunchCommand(incarnation=event.incarnation, order=order, arrivals=event.arrivals))
-
-    # --- the command ----------------------------------------------------------------------------
 
     def _on_command_started(self, event: ev.CommandStarted, now: float) -> None:
         if self.state.phase is not Phase.LAUNCHING:
@@ -326,8 +316,6 @@ class Member:
     def _on_kill_failed(self, event: ev.KillFailed, now: float) -> None:
         if self.state.phase in (Phase.EXITED, Phase.FENCING) and not self.state.tree_empty:
             self._tell_fence_failure(event.message, event.pids, now)
-
-    # --- the fence ------------------------------------------------------------------------------
 
     def _fence(self, now: float, *, grace_s: float, kill: str = "") -> None:
         """Every way into the fence, and every tightening of it."""
@@ -408,8 +396,6 @@ class Member:
         self._forget_reports()
         self._do(do.Finish(incarnation=incarnation))
 
-    # --- reports --------------------------------------------------------------------------------
-
     def _report(self, report: MemberReport, now: float) -> None:
         state = self.state
         if not state.reports:
@@ -448,8 +434,6 @@ class Member:
         self.state.report_due = None
         self._out = [effect for effect in self._out if not isinstance(effect, do.SendReport)]
 
-    # --- time -----------------------------------------------------------------------------------
-
     def _on_deadline_passed(self, event: ev.DeadlinePassed, now: float) -> None:
         state = self.state
         if state.kill_at is not None and now >= state.kill_at:
@@ -462,8 +446,6 @@ class Member:
             self._kill("The grace period is over and the command's processes are still there.", now)
         if state.logs_until is not None and now >= state.logs_until:
             self._enter_fenced(now)
-
-    # --- small things ---------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
         assert phase in TRANSITIONS[self.state.phase], f"{self.state.phase} -> {phase}"
