@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from coordinator.api.service import CoordinatorService, LogReader
 from coordinator.ray_commands import HEAD_RESOURCE, NODE_ADDRESS
-from mesh.errors import DeploymentError
+from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
 from mesh.states import RunState
@@ -106,6 +106,8 @@ class RayActors:
             importlib.import_module(module)
 
     async def start(self, config: Mapping[str, Any]) -> StoppableService:
+        from ray.exceptions import RayError
+
         from coordinator.actor import RayCoordinator, create_coordinator
 
         admin, member = (secrets.token_hex(16) for _ in range(2))
@@ -125,8 +127,16 @@ class RayActors:
         )
         self._handles = [handle, store]
         service = RayCoordinator(handle)
-        async with asyncio.timeout(ACTOR_START_LIMIT_S):
-            await service.ping()
+        try:
+            async with asyncio.timeout(ACTOR_START_LIMIT_S):
+                await store.endpoint.remote()
+                await handle.ping.remote()
+        except TimeoutError as error:
+            raise MeshTimeoutError(
+                "The coordinator and the store did not start.", timeout_s=ACTOR_START_LIMIT_S
+            ) from error
+        except RayError as error:
+            raise _start_error(error) from error
         return service
 
     async def stop(self) -> None:
@@ -163,6 +173,18 @@ def _kill_all(handles: list[Any]) -> None:
             ray.kill(handle, no_restart=True)
         except RayError as error:
             _log.info("an actor could not be ended, Ray says: %s", error)
+
+
+def _start_error(error: Exception) -> MeshError:
+    """What an actor raised while it started, without Ray's story around it where it is one of ours."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, MeshError):
+        return cause
+    return DeploymentError(
+        f"The coordinator or the store could not start: {error}",
+        hint="Their logs are in the state folder, under ray/head.",
+        reason=Reason.INTERNAL,
+    )
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ Rules of this file:
    machines are up in 0.1 to 1.1 s this way, in 11 s through `ray._private.node.Node`, later through `ray start`; and
    nine Python processes of 80 to 100 MB that do nothing for us are not there (the `ray start` processes, dashboard
    and runtime-env agents). What it costs: the flags are Ray's own affair, so Ray is pinned to one minor version,
-   and `tests/integration/test_head_ray.py` fails when they change.
+   and `tests/integration/test_head.py` fails when they change.
 2. Every Ray process listens on 127.0.0.1 only (Ray binds all interfaces for any other node address). A machine's own
    address, at which its members find each other, is a label.
 3. The two agents that a raylet insists on are stand-ins that wait for the raylet's end. So an actor of an embedded

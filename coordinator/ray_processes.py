@@ -161,13 +161,8 @@ class RayProcesses:
             is_head=is_head,
         )
 
-    async def start_node(self, node: RayNode, *, environment: Mapping[str, str] | None = None) -> None:
-        """Starts a node and returns when it is part of the cluster. Raises as `start_head`.
-
-        Args:
-            node: made by `node`.
-            environment: what its processes get besides what all get.
-        """
+    async def start_node(self, node: RayNode) -> None:
+        """Starts a node and returns when it is part of the cluster. Raises as `start_head`."""
         cluster = self._running()
         await asyncio.to_thread(_prepare, node)
         command = raylet_command(
@@ -176,7 +171,7 @@ class RayProcesses:
         child = spawn(
             node.name,
             command,
-            environment={**self._environment, **(environment or {})},
+            environment=self._environment,
             log=node.logs / "raylet.start",
         )
         cluster.raylets[node.name] = child

@@ -125,9 +125,7 @@ class LocalProvider:
             labels={**_labels(), **hidden},
             workers_ready=WORKERS_READY,
         )
-        await self._ray.start_node(
-            node, environment={"GANGMESH_MACHINE": name, "GANGMESH_MACHINE_ADDRESS": address}
-        )
+        await self._ray.start_node(node)
         return ProvidedMachine(name=name, address=address, labels=_labels())
 
     # ---- losses -----------------------------------------------------------------------------------

@@ -81,6 +81,31 @@ def test_it_starts_serves_and_leaves_nothing_twice_over(deployment: StartDeploym
     assert second.record.token == token
 
 
+def test_the_real_parts_serve_an_empty_deployment(deployment: StartDeployment) -> None:
+    running = deployment(machines=1)
+    status = running.call("GET", "/v1/status")
+    assert (status["state"], status["local"]) == ("Ready", True)
+    assert status["machines"] == {"Ready": 1, "InUse": 0, "Lost": 0}
+    assert running.call("GET", "/v1/runs")["runs"] == []
+    assert running.stop() == 0
+    assert {p.name for p in running.state.iterdir()} >= {
+        "journal.db",
+        "head.log",
+        "logs",
+        "ray",
+        "machines",
+        "token",
+    }
+
+
+def test_every_option_of_serve_is_explained() -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "coordinator", "serve", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for option in ("--state", "--machines", "--gpu", "--listen", "--db", "--ready-fd", "--foreground"):
+        assert option in told
+
+
 def test_every_port_of_ray_is_for_this_host_only(deployment: StartDeployment) -> None:
     running = deployment(machines=1, module=STAND_IN)
     processes = psutil.Process(running.process.pid).children(recursive=True)
