@@ -18,7 +18,6 @@ from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
 from mesh.states import Transport
 
-
 LEASE_TTL_S = 3.0
 LEASE_GUARD_S = 0.3
 HEARTBEAT_S = 0.5

@@ -92,8 +92,13 @@ async def list_runs(request: web.Request, query: Query) -> web.StreamResponse:
 
 
 async def get_run(request: web.Request, query: Query) -> web.StreamResponse:
+    context = request.app[CONTEXT]
     name = request.match_info["name"]
-    return web.json_response(await ask(lambda: request.app[CONTEXT].service.get_run(name)))
+    run = await ask(lambda: context.service.get_run(name))
+    last_output_at = await context.logs.last_output_at(run["metadata"]["uid"])
+    for rank in run["status"]["ranks"]:
+        rank["lastOutputAt"] = last_output_at.get(rank["rank"])
+    return web.json_response(run)
 
 
 async def cancel_run(request: web.Request, query: Query) -> web.StreamResponse:
@@ -115,7 +120,9 @@ async def cancel_run(request: web.Request, query: Query) -> web.StreamResponse:
 
 async def delete_run(request: web.Request, query: Query) -> web.StreamResponse:
     name = request.match_info["name"]
-    service = request.app[CONTEXT].service
+    context = request.app[CONTEXT]
+    service = context.service
+    uid = (await ask(lambda: service.get_run(name)))["metadata"]["uid"]
     unanswered = False
 
     async def delete_once() -> None:
@@ -130,6 +137,7 @@ async def delete_run(request: web.Request, query: Query) -> web.StreamResponse:
                 raise  # else it was the earlier, unanswered call that deleted it
 
     await ask(delete_once)
+    await context.logs.delete(uid)
     return web.json_response({"deleted": name})
 
 

@@ -109,6 +109,14 @@ class LogReader(Protocol):
         """The bytes that one rank printed in one epoch, as they were. Raises NotFoundError."""
         ...
 
+    async def last_output_at(self, uid: str) -> dict[int, float]:
+        """When each rank last printed, in seconds since 1970; ranks that printed nothing are not in it."""
+        ...
+
+    async def delete(self, uid: str) -> None:
+        """Forgets what a run printed. Nothing kept is no error."""
+        ...
+
 
 Grow = Callable[[int], Awaitable[list[Machine]]]
 """Brings a local deployment to at least this many machines in all, waits for them, and returns all machines.

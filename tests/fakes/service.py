@@ -336,6 +336,12 @@ class FakeLogs:
         for line in lines:
             yield line["text"].encode("utf-8", "surrogateescape") + b"\n"
 
+    async def last_output_at(self, uid: str) -> dict[int, float]:
+        return {line["rank"]: line["at"] for line in self._lines.get(uid, [])}
+
+    async def delete(self, uid: str) -> None:
+        self._lines.pop(uid, None)
+
 
 def _new_run(job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     return {

@@ -212,6 +212,18 @@ async def test_a_run_is_cancelled_once_and_deleted_when_it_has_ended(server: Ser
     assert status == 404
 
 
+async def test_a_run_says_when_each_rank_last_printed_and_a_deleted_one_leaves_no_log(
+    server: Server,
+) -> None:
+    await server.call("POST", "/v1/runs", json=job("talks", "script", "say:hello", "exit:0"))
+    run = await ended(server, "talks")
+    assert run["status"]["ranks"][0]["lastOutputAt"] == pytest.approx(run["status"]["endedAt"], abs=DEADLINE_S)
+    uid = run["metadata"]["uid"]
+    assert await server.service.logs.last_output_at(uid)
+    await server.call("DELETE", "/v1/runs/talks")
+    assert await server.service.logs.last_output_at(uid) == {}
+
+
 async def test_names_with_teeth_stay_names(server: Server) -> None:
     for name in ("..%2F..%2Fetc", "a%20b", "%00", "%C3%9Cn%C3%AF"):
         status, body = await server.call("GET", f"/v1/runs/{name}")
