@@ -167,9 +167,8 @@ async def _pump(
                 if chunk:
                     await response.write(bytes(chunk))
                     chunk.clear()
-                await asyncio.wait(
-                    {following, stop}, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                awaited: set[asyncio.Future[Any]] = {following, stop}
+                await asyncio.wait(awaited, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
                 if not following.done() and not stop.done():
                     await response.write(framing.heartbeat)
                     continue
