@@ -45,6 +45,8 @@ RAY_SETTINGS: Mapping[str, str] = {
     # Misnamed: it says whether Ray looks for an address that others can reach, in place of 127.0.0.1.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A call after the connection has ended would start another cluster on its own.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # A user's command inherits the worker's priority; Ray's default makes it 15.
     "RAY_worker_niceness": "0",
     # Idle workers are kept: the next member finds one that is warm.

@@ -46,18 +46,19 @@ def _raylet_of(running: RunningDeployment, machine: str) -> psutil.Process:
     )
 
 
-def _files_outside() -> set[str]:
-    """What deployments could leave outside their folders."""
-    return {
-        str(p) for place in ("/tmp", "/dev/shm") for p in Path(place).iterdir() if p.name.startswith(_OURS)
+def _files_outside(running: RunningDeployment) -> set[Path]:
+    """What a running deployment has outside its folder: files that it writes to, and what bears its id."""
+    written = {
+        Path(file.path)
+        for pid in [running.process.pid, *running.processes()]
+        for file in psutil.Process(pid).open_files()
+        if file.mode != "r"
     }
-
-
-_OURS = ("ray", "gangmesh", "plasma", "session_")
+    named = {p for p in Path(tempfile.gettempdir()).iterdir() if running.owner.deployment_id in p.name}
+    return {p for p in written | named if not p.is_relative_to(running.state) and p.exists()}
 
 
 def test_it_starts_serves_and_leaves_nothing_twice_over(deployment: StartDeployment) -> None:
-    before = _files_outside()
     first = deployment(machines=2, options=("--gpu", "H100:8"), module=STAND_IN)
     assert first.stages[0] == "cleaning up after the last one"
     assert first.record.is_alive
@@ -68,10 +69,11 @@ def test_it_starts_serves_and_leaves_nothing_twice_over(deployment: StartDeploym
     assert {m["labels"]["provider"] for m in machines} == {"local"}
     assert all(m["gpus"] == {"type": "H100", "count": 8} for m in machines)
     token, addresses = first.record.token, {m["name"]: m["address"] for m in machines}
+    outside = _files_outside(first)
 
     assert first.stop() == 0
     first.assert_nothing_left()
-    assert _files_outside() <= before
+    assert not [p for p in outside if p.exists()]
     assert live_record(first.state) is None
     assert not (first.state / "deployment.json").exists()
 
@@ -215,7 +217,6 @@ def test_a_lost_machine_is_replaced_under_a_new_name_and_only_when_asked(deploym
 
 def test_a_killed_head_takes_its_processes_along_and_the_next_one_starts(deployment: StartDeployment) -> None:
     long_path = "x" * 100
-    before = _files_outside()
     first = deployment(machines=2, module=STAND_IN)
     first = _moved(deployment, first, long_path)
     first.process.kill()
@@ -223,8 +224,10 @@ def test_a_killed_head_takes_its_processes_along_and_the_next_one_starts(deploym
     first.assert_nothing_left(limit_s=GONE_LIMIT_S)
     second = deployment(state=first.state, machines=2, module=STAND_IN)
     assert _names(second) == ["local-1", "local-2"]
+    outside = _files_outside(second)
+    assert outside, "sockets must lie elsewhere when the path is this long"
     assert second.stop() == 0
-    assert _files_outside() <= before
+    assert not [p for p in outside if p.exists()]
 
 
 def _moved(start: StartDeployment, running: RunningDeployment, name: str) -> RunningDeployment:
