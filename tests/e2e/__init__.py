@@ -1,0 +1,1 @@
+"""End to end: a real deployment, the real command line as a process, real torchrun with gloo, real kills."""
