@@ -74,10 +74,9 @@ def _head(run: Mapping[str, Any]) -> list[str]:
     if metadata["labels"]:
         lines.append(_row("Labels", ",".join(f"{k}={v}" for k, v in sorted(metadata["labels"].items()))))
     topology = status["topology"]
-    shape = (
-        f"{topology['nodes']} nodes, {topology['gpusPerNode']} GPUs each, world size {topology['worldSize']}"
-    )
-    return [*lines, _row("Topology", shape)]
+    nodes = "1 node" if topology["nodes"] == 1 else f"{topology['nodes']} nodes"
+    gpus = f", {topology['gpusPerNode']} GPUs each" if topology["gpusPerNode"] else ""
+    return [*lines, _row("Topology", f"{nodes}{gpus}, world size {topology['worldSize']}")]
 
 
 def _spec(spec: Mapping[str, Any]) -> list[str]:

@@ -1,75 +1,19 @@
-"""The command line as a process: exit codes, signals, pipes, terminals, and deployments that come and go."""
+"""`mesh` as a process: runs and their exit codes, what was typed, signals, pipes, terminals."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 
-from mesh.deployment import process_started, read_record
-
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 40.0
-
-
-class Shell:
-    """Runs `mesh` with a state folder and a home of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.state = folder / "state"
-        self.here = folder / "here"
-        self.here.mkdir()
-        keep = {
-            k: v for k, v in os.environ.items() if not k.startswith(("GANGMESH_U", "GANGMESH_TOKEN", "FAKE_"))
-        }
-        self.env = {**keep, "GANGMESH_STATE": str(self.state), "HOME": str(folder), "PYTHONPATH": str(ROOT)}
-        self.argv = (sys.executable, "-m", "tests.fakes.mesh_cli")
-
-    def mesh(self, *arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self.argv, *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env={**self.env, **env},
-            cwd=self.here,
-            timeout=DEADLINE_S,
-        )
-
-    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-        }
-        env = {**self.env, **options.pop("env", {})}
-        return subprocess.Popen(
-            [*self.argv, *arguments], text=True, env=env, cwd=self.here, **{**pipes, **options}
-        )
-
-    def run_state(self, name: str) -> dict[str, Any]:
-        done = self.mesh("status", name, "--json")
-        assert done.returncode == 0, done.stderr
-        status: dict[str, Any] = json.loads(done.stdout)["status"]
-        return status
-
-    def stop(self) -> None:
-        """Ends every fake head that was started from this folder."""
-        with contextlib.suppress(FileNotFoundError):
-            for pid in (self.state / "starts").read_text().split():
-                if process_started(int(pid)) is not None:
-                    os.kill(int(pid), signal.SIGKILL)
+from tests.fakes.shell import DEADLINE_S, Shell, line_with
 
 
 @pytest.fixture
@@ -87,24 +31,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     assert done.returncode == 0, done.stderr
     yield made
     made.stop()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def line_with(stream: IO[str] | None, text: str) -> str:
-    """Reads lines until one has this text."""
-    assert stream is not None
-    seen = []
-    for line in stream:
-        seen.append(line)
-        if text in line:
-            return line
-    raise AssertionError(f"{text!r} never came: {seen}")
 
 
 # -- a first run -----------------------------------------------------------------------------------------------------
@@ -282,7 +208,7 @@ def test_a_dry_run_needs_no_deployment_and_starts_none(shell: Shell) -> None:
     assert not shell.state.exists()
 
 
-# -- leaving -------------------------------------------------------------------------------------------------------------
+# -- leaving ---------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_cancels_the_run_and_waits_until_it_has_ended(running: Shell) -> None:
@@ -387,130 +313,3 @@ def test_a_closed_terminal_ends_the_client_and_not_the_run(running: Shell) -> No
     assert running.run_state("lid")["state"] == "Running"
     running.mesh("cancel", "lid")
     assert sorted(running.mesh("logs", "lid").stdout.splitlines()) == ["[rank 0] up", "[rank 1] up"]
-
-
-# -- a deployment in trouble -------------------------------------------------------------------------------------------
-
-
-def test_cut_connections_and_a_coordinator_that_restarts_leave_no_gap(shell: Shell) -> None:
-    shell.mesh("up", "--machines", "2")
-    steps = [step for n in range(40) for step in (f"say:{n}", "sleep:0.03")]
-    client = shell.start("run", "--name", "bumpy", "--", "script", *steps, "exit:5")
-    record = read_record(shell.state)
-    assert record is not None and client.stdout is not None
-    lines = [client.stdout.readline() for _ in range(5)]
-    os.kill(record.pid, signal.SIGUSR1)
-    (shell.state / "outage").touch()
-    until(lambda: "cut" in (shell.state / "head.log").read_text())
-    (shell.state / "outage").unlink()
-    rest, errors = client.communicate(timeout=DEADLINE_S)
-    assert client.returncode == 5, errors
-    assert "".join(lines) + rest == "".join(f"{n}\n" for n in range(40))
-
-
-def test_a_deployment_that_dies_under_a_run_is_said(shell: Shell) -> None:
-    client = shell.start("run", "--name", "orphan", "--", "script", "say:up", "hang")
-    line_with(client.stdout, "up")
-    record = read_record(shell.state)
-    assert record is not None
-    os.kill(record.pid, signal.SIGKILL)
-    _, errors = client.communicate(timeout=DEADLINE_S)
-    assert client.returncode == 125
-    assert "lost sight of orphan" in errors and "has ended" in errors
-    status = shell.mesh("status")
-    assert (status.returncode, "was killed" in status.stderr) == (3, True)
-    up = shell.mesh("up")
-    assert (up.returncode, "was killed; starting it again" in up.stderr) == (0, True)
-
-
-def test_up_is_idempotent_and_grows(shell: Shell) -> None:
-    first = shell.mesh("up", "--machines", "2")
-    assert (first.returncode, "A deployment runs at http://" in first.stdout) == (0, True)
-    second = shell.mesh("up", "--machines", "2", "--gpu", "H100:1")
-    assert "was running already" in second.stdout
-    assert "--gpu cannot be changed while it runs" in second.stderr
-    assert "(3 machines" in shell.mesh("up", "--machines", "3").stdout
-    assert "(3 machines" in shell.mesh("up", "--machines", "1").stdout
-    assert json.loads(shell.mesh("up", "-o", "json").stdout)["started"] is False
-    status = shell.mesh("status")
-    assert (status.returncode, "3 Ready" in status.stdout) == (0, True)
-
-
-def test_of_two_ups_at_once_the_second_waits_for_the_first(shell: Shell) -> None:
-    both = [shell.start("up", env={"FAKE_HEAD": "slow"}) for _ in range(2)]
-    until(lambda: (shell.state / "head.log").exists())
-    (shell.state / "go").touch()
-    answers = [up.communicate(timeout=DEADLINE_S) for up in both]
-    assert [up.returncode for up in both] == [0, 0], answers
-    said = sorted(out.split(" at ")[0] for out, _ in answers)
-    assert said == ["A deployment runs", "A deployment was running already"]
-    assert len((shell.state / "starts").read_text().split()) == 1
-
-
-def test_what_the_head_says_about_its_start_is_passed_on(shell: Shell) -> None:
-    refused = shell.mesh("up", FAKE_HEAD="refuse")
-    assert (refused.returncode, "Port 7788 is taken" in refused.stderr) == (3, True)
-    crashed = shell.mesh("run", "--", "script", FAKE_HEAD="crash")
-    assert crashed.returncode == 3
-    assert "exit code 7" in crashed.stderr and "the fake crashes now" in crashed.stderr
-    assert "Traceback" not in crashed.stderr
-
-
-def test_ctrl_c_during_the_start_leaves_no_deployment(shell: Shell) -> None:
-    client = shell.start("run", "--", "script", env={"FAKE_HEAD": "slow"})
-    until(lambda: (shell.state / "head.log").exists())
-    client.send_signal(signal.SIGINT)
-    _, errors = client.communicate(timeout=DEADLINE_S)
-    assert (client.returncode, "before anything was submitted" in errors) == (130, True)
-    assert shell.mesh("status").returncode == 3
-    (shell.state / "go").touch()
-    assert shell.mesh("up").returncode == 0
-
-
-def test_a_state_folder_that_cannot_be_is_said(shell: Shell, tmp_path: Path) -> None:
-    blocker = tmp_path / "file"
-    blocker.touch()
-    done = shell.mesh("up", "--state", str(blocker / "state"))
-    assert (done.returncode, "cannot be written to" in done.stderr) == (3, True)
-    shell.state.mkdir()
-    (shell.state / "deployment.json").write_text("{")
-    broken = shell.mesh("status")
-    assert (broken.returncode, "is damaged" in broken.stderr) == (3, True)
-
-
-def test_down_says_what_it_ended_and_is_idempotent(shell: Shell) -> None:
-    assert "nothing to stop" in shell.mesh("down").stderr
-    shell.mesh("run", "-d", "--name", "busy", "--", "script", "hang")
-    done = shell.mesh("down")
-    assert (done.returncode, "Cancelled: busy" in done.stderr) == (0, True)
-    assert "nothing to stop" in shell.mesh("down").stderr
-    assert read_record(shell.state) is None
-
-
-def test_tokens_are_asked_for_and_wrong_ones_refused(running: Shell) -> None:
-    record = read_record(running.state)
-    assert record is not None
-    elsewhere = {"GANGMESH_STATE": str(running.here / "none"), "GANGMESH_URL": record.url}
-    assert running.mesh("get", "runs", **elsewhere).returncode == 6
-    wrong = running.mesh("get", "runs", **elsewhere, GANGMESH_TOKEN="wrong")
-    assert (wrong.returncode, "deployment.json" in wrong.stderr) == (6, True)
-    assert running.mesh("get", "runs", **elsewhere, GANGMESH_TOKEN=record.token).returncode == 0
-    nobody = running.mesh("get", "runs", "--url", "http://127.0.0.1:9", GANGMESH_TOKEN="x")
-    assert (nobody.returncode, "cannot be reached" in nobody.stderr) == (3, True)
-
-
-def test_a_fault_of_ours_is_one_line_and_a_file(running: Shell) -> None:
-    done = running.mesh("get", "runs", FAKE_CLI="fault")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    crashes = list(running.state.glob("crash-*.log"))
-    assert "KeyError" in crashes[0].read_text()
-    assert str(crashes[0]) in done.stderr
-
-
-def test_it_is_the_same_program_by_both_names_and_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mesh.cli", "version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("gangmesh ")
