@@ -21,7 +21,7 @@ from pathlib import Path
 from agents import machine
 from agents.core.events import Arrival
 from mesh.errors import StorageError
-from mesh.ids import Incarnation
+from mesh.ids import Incarnation, RunUid
 from mesh.reasons import Reason
 
 
@@ -95,3 +95,8 @@ def _make(folder: Path) -> None:
             reason=Reason.STORAGE_FULL if is_full else Reason.STATE_NOT_WRITABLE,
             path=str(folder),
         ) from error
+
+
+def remove_run(run_uid: RunUid, *, machine_dir: Path) -> None:
+    """Removes everything that a run's ranks kept on this machine. Nothing there is no error."""
+    shutil.rmtree(machine_dir / "runs" / run_uid, ignore_errors=True)

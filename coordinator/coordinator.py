@@ -186,6 +186,7 @@ class Coordinator:
         if self._names.pop(name, None) is not None:  # else somebody else deleted it meanwhile
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
+            await self._fleet.forget_run(driver.uid)
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""

@@ -77,6 +77,10 @@ class Fleet(Protocol):
         """Ends the member's actor, gently first. No member is no error."""
         ...
 
+    async def forget_run(self, uid: RunUid) -> None:
+        """Removes what the ranks of a deleted run kept on the machines that can be reached now."""
+        ...
+
 
 def matches(facts: MachineFacts, shape: Shape) -> str | None:
     """None when the machine has what a member of this shape needs, else what it lacks."""

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,9 +27,13 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from agents.node import MemberNode
+from agents.preparation import remove_run
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
@@ -176,11 +181,30 @@ class RayFleet:
             _log.info("rank %s did not leave by itself: %s", incarnation.rank, type(error).__name__)
         await asyncio.to_thread(_kill, handle)
 
+    async def forget_run(self, uid: RunUid) -> None:
+        machines_dir = str(self._member_config["machines_dir"])
+        nodes = await asyncio.to_thread(ray.nodes)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(_remove_run)
+        removals = [
+            task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(machines_dir, _facts(node).name, uid)
+            for node in nodes
+            if node["Alive"] and MACHINE_LABEL in node["Labels"]
+        ]
+        for outcome in await asyncio.gather(*removals, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                _log.warning("what run %s kept on a machine may still be there: %s", uid, outcome)
+
     async def _member(self, incarnation: Incarnation) -> Any:
         try:
             return await asyncio.to_thread(ray.get_actor, _actor_name(incarnation), self._namespace)
         except ValueError:
             raise MemberGoneError(f"There is no actor for rank {incarnation.rank}.") from None
+
+
+def _remove_run(machines_dir: str, machine: str, uid: RunUid) -> None:
+    remove_run(uid, machine_dir=Path(machines_dir) / machine)
 
 
 def _actor_name(incarnation: Incarnation) -> str:

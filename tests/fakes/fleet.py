@@ -25,6 +25,7 @@ class FakeFleet:
         self.orders: list[JoinOrder] = []
         self.fences: list[FenceOrder] = []
         self.dismissed: list[Incarnation] = []
+        self.forgotten: list[RunUid] = []
         self.unreachable = 0
         """So many of the next calls fail as if Ray could not be reached."""
         self._changed = asyncio.Condition()
@@ -71,6 +72,9 @@ class FakeFleet:
 
     async def dismiss(self, incarnation: Incarnation) -> None:
         self.dismissed.append(incarnation)
+
+    async def forget_run(self, uid: RunUid) -> None:
+        self.forgotten.append(uid)
 
     def _may_fail(self) -> None:
         if self.unreachable:

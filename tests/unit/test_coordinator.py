@@ -163,6 +163,7 @@ async def test_a_name_is_taken_until_its_run_is_deleted(bench: Bench) -> None:
                 await asyncio.sleep(0.001)
     with pytest.raises(NotFoundError):
         await bench.coordinator.get_run("twin")
+    assert len(bench.fleet.forgotten) == 1
     await bench.submit("twin")
 
 
