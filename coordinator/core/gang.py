@@ -316,9 +316,13 @@ class GangCore:
 
     def _on_member_arrived(self, event: MemberArrived) -> None:
         member = self._current(event.incarnation)
-        if member is None or member.phase.has_reached(MemberPhase.ARRIVED):
+        if member is not None:
+            self._note_arrival(member, event.at)
+
+    def _note_arrival(self, member: MemberRecord, at: float) -> None:
+        if member.phase.has_reached(MemberPhase.ARRIVED):
             return
-        self._update(replace(member, phase=MemberPhase.ARRIVED, arrived_at=event.at))
+        self._update(replace(member, phase=MemberPhase.ARRIVED, arrived_at=at))
         self._tell_arrivals()
         self._announce("Arrived", f"Rank {member.rank} is at the barrier.", rank=member.rank)
 
@@ -336,11 +340,18 @@ class GangCore:
         if self._is_current_epoch(event.epoch):
             self._note_barrier_open()
 
+    def _beyond_barrier(self, member: MemberRecord) -> MemberRecord:
+        """The member as it is known once it is clear that its barrier has opened."""
+        self._note_barrier_open()
+        return self.gang.members[member.rank]
+
     def _note_barrier_open(self) -> None:
         gang = self.gang
         if not gang.barrier_open:
             gang.barrier_open = True
             self._dirty = True
+            for member in list(gang.members.values()):  # it opened: whatever is heard later, all had arrived
+                self._note_arrival(member, self._now.wall)
         if gang.state is RunState.ASSEMBLING and gang.outcome is None:
             self._enter(RunState.STARTING)
             gang.message = "The barrier is open; the commands are being started."
@@ -363,7 +374,7 @@ class GangCore:
         member = self._current(event.incarnation)
         if member is None or member.phase.has_reached(MemberPhase.STARTED):
             return
-        self._note_barrier_open()
+        member = self._beyond_barrier(member)
         self._update(replace(member, phase=MemberPhase.STARTED, pid=event.pid, started_at=event.at))
         self._announce("Started", f"Rank {member.rank} runs as process {event.pid}.", rank=member.rank)
         self._run_if_all_started()
@@ -384,7 +395,7 @@ class GangCore:
         member = self._current(event.incarnation)
         if member is None:
             return
-        self._note_barrier_open()
+        member = self._beyond_barrier(member)
         message = f"Rank {member.rank} on {member.machine} could not start its command: {event.message}"
         self._note_failure(Failure(rank=member.rank, at=event.at, reason=event.reason, message=message))
 
@@ -392,7 +403,7 @@ class GangCore:
         member = self._current(event.incarnation)
         if member is None or member.phase is MemberPhase.EXITED:
             return
-        self._note_barrier_open()
+        member = self._beyond_barrier(member)
         member = replace(member, phase=MemberPhase.EXITED, exit=event.exit, ended_at=event.at)
         self._update(member)
         ended = blame.describe_exit(event.exit)
