@@ -6,6 +6,7 @@ A subject says how a command looks that ends with a code, and one that runs unti
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mesh.errors import ConflictError, NotFoundError
 from mesh.reasons import Reason
 from mesh.spec import job_from_data, resolve
 from mesh.states import RunState
+from tests.fakes.scripted_fleet import scripted_coordinator
 from tests.fakes.service import FakeService
 
 DEADLINE_S = 30.0
@@ -45,7 +47,24 @@ async def fake() -> AsyncIterator[Subject]:
         await service.stop()
 
 
-SUBJECTS: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {"fake": fake}
+@asynccontextmanager
+async def coordinator() -> AsyncIterator[Subject]:
+    with tempfile.TemporaryDirectory() as folder:
+        real, fleet = scripted_coordinator(f"sqlite:///{folder}/journal.db")
+        await real.start()
+        try:
+            yield Subject(
+                service=real, exits=lambda code: ("script", f"exit:{code}"), hangs=("script", "hang")
+            )
+        finally:
+            await fleet.settle()
+            await real.stop()
+
+
+SUBJECTS: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
+    "fake": fake,
+    "coordinator": coordinator,
+}
 
 
 @pytest.fixture(params=SUBJECTS.values(), ids=SUBJECTS.keys())
