@@ -27,11 +27,18 @@ def get(_books: Books, gang: Gang, request: ms.Get, connection: ConnectionId, _n
 def set_value(
     books: Books, gang: Gang, request: ms.Set, connection: ConnectionId, _now: float
 ) -> list[Output]:
-    refused = _put(books, gang, request, request.value)
+    value = request.value
+    previous = gang.keys.get(request.key)
+    if type(previous) is bytes and len(value) <= len(previous):
+        # The common case: nothing grows, so no limit can be reached, and nobody can wait for a key that is there.
+        gang.bytes_held += len(value) - len(previous)
+        gang.keys[request.key] = value
+        return [(connection, ms.Done(request.id))]
+    refused = _put(books, gang, request, value)
     if refused is not None:
         return [(connection, refused)]
     outputs: list[Output] = [(connection, ms.Done(request.id))]
-    return outputs + _wake(books, gang, request.key) if gang.key_waiters else outputs
+    return outputs + _wake(books, gang, request.key)
 
 
 def add(books: Books, gang: Gang, request: ms.Add, connection: ConnectionId, _now: float) -> list[Output]:

@@ -13,9 +13,10 @@ Rules of this file:
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -57,12 +58,13 @@ _OP_OF = {kind: op for op, kind in enumerate(_REQUESTS)}
 _REPLY_KIND_OF = {kind: code for code, kind in enumerate(_REPLIES)}
 _PUSH_KIND_OF = {kind: code for code, kind in enumerate(_PUSHES)}
 _DONE = struct.Struct(">IBBIB")
-_DONE_FIELDS = (7, 0x92, 0xCE)
+"""The length 7; an array of 2; a 32-bit id; kind 0, which is Done."""
 _NUMBER = struct.Struct(">IBBIBBq")
-_NUMBER_FIELDS = (16, 0x93, 0xCE)
-_NUMBER_CODE = _REPLY_KIND_OF[ms.Number]
+"""The length 16; an array of 3; a 32-bit id; kind 1, which is Number; a signed 64-bit value."""
 _NUMBER_FRAME_BYTES = _NUMBER.size
+assert (_REPLY_KIND_OF[ms.Done], _REPLY_KIND_OF[ms.Number]) == (0, 1)
 _packer = msgpack.Packer(use_bin_type=True, autoreset=True)
+_unpack = msgpack.unpackb
 
 M = TypeVar("M")
 
@@ -85,9 +87,9 @@ class ReplyEncoder:
     def encode(self, message: ms.Message) -> bytes:
         kind = type(message)
         if kind is ms.Number:
-            return _NUMBER.pack(*_NUMBER_FIELDS, message[0], _NUMBER_CODE, 0xD3, message[1])  # type: ignore[misc]
+            return _NUMBER.pack(16, 0x93, 0xCE, message[0], 1, 0xD3, message[1])  # type: ignore[misc]
         if kind is ms.Done:
-            return _DONE.pack(*_DONE_FIELDS, message[0], 0)
+            return _DONE.pack(7, 0x92, 0xCE, message[0], 0)
         code = _REPLY_KIND_OF.get(kind)
         if code is None:
             return _frame((0, _PUSH_KIND_OF[kind], *message))
@@ -173,16 +175,24 @@ class _FrameStream:
         self._buffer.clear()
         return RemoteProtocolError(message)
 
-    def _unpacked(self, body: bytes) -> list[Any]:
+    def _whole_frame(self, data: bytes) -> bytes | None:
+        """The body, when this piece is exactly one frame; which nearly every piece is."""
+        size = len(data) - _HEADER_BYTES
+        if size < 0 or self._buffer or self._is_broken or size > self.bytes_max:
+            return None
+        return data[_HEADER_BYTES:] if _HEADER.unpack_from(data)[0] == size else None
+
+    def _unpacked(self, body: bytes) -> tuple[Any, ...]:
+        """The fields of a message: two whole numbers at least."""
         try:
-            fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
-        except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+            fields = _unpack(body, use_list=False)
+        except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
             raise self._broken(f"The peer sent a frame that is not msgpack: {error}.") from error
         if (
-            not isinstance(fields, list)
+            type(fields) is not tuple
             or len(fields) < 2
-            or not _is_whole(fields[0])
-            or not _is_whole(fields[1])
+            or type(fields[0]) is not int
+            or type(fields[1]) is not int
         ):
             raise self._broken("The peer sent a frame that is no message.")
         return fields
@@ -218,34 +228,31 @@ class RequestStream(_FrameStream):
     def feed(self, data: bytes) -> Sequence[ms.Request]:
         """Every request that is whole by now. Raises RemoteProtocolError on anything else."""
         memo = self.memo
-        if memo is None or self._buffer or len(data) > MEMO_FRAME_BYTES_MAX:
+        is_small = len(data) <= MEMO_FRAME_BYTES_MAX and not self._buffer
+        if is_small and memo is not None:
+            known = memo.frames.get(data)
+            if known is not None and not self._is_broken:
+                return known
+        body = self._whole_frame(data)
+        if body is None:
             return [self._request(body) for body in self._bodies(data)]
-        known = memo.frames.get(data)
-        if known is not None:
-            return known
-        requests = [self._request(body) for body in self._bodies(data)]
-        if len(requests) == 1 and not self._buffer and isinstance(requests[0], _REMEMBERED):
-            memo.remember(data, requests[0])
-        return requests
+        request = self._request(body)
+        if is_small and memo is not None and isinstance(request, _REMEMBERED):
+            memo.remember(data, request)
+        return (request,)
 
     def _request(self, body: bytes) -> ms.Request:
         fields = self._unpacked(body)
-        op = fields[0]
-        if not 0 <= op < len(_REQUESTS):
-            raise self._broken(f"The peer asked for operation {op}, which does not exist.")
-        kind = _REQUESTS[op]
+        signature = _SIGNATURES.get(fields[0])
+        if signature is None:
+            raise self._broken(f"The peer asked for operation {fields[0]}, which does not exist.")
         if not 0 < fields[1] <= ID_MAX:
             raise self._broken("The peer numbered a request outside 1 to 2^31 - 1.")
-        request: ms.Request = self._built(kind, fields[1:])
-        return request
-
-    def _built(self, kind: type[Any], fields: list[Any]) -> Any:
-        for index, change in _COERCED.get(kind, ()):
-            if index < len(fields):
-                fields[index] = change(fields[index])
-        if not _fits(kind, fields):
+        kind, types, check = signature
+        if tuple(map(type, fields)) not in types or (check is not None and not check(fields)):
             raise self._broken(f"The peer sent a {kind.__name__} whose fields are not what it takes.")
-        return kind._make(fields)
+        request: ms.Request = tuple.__new__(kind, fields[1:])
+        return request
 
 
 class ReplyStream(_FrameStream):
@@ -256,6 +263,9 @@ class ReplyStream(_FrameStream):
 
     def feed(self, data: bytes) -> list[ms.Message]:
         """Every reply and push that is whole by now. Raises RemoteProtocolError on anything else."""
+        body = self._whole_frame(data)
+        if body is not None:
+            return [self._message(body)]
         return [self._message(body) for body in self._bodies(data)]
 
     def _message(self, body: bytes) -> ms.Message:
@@ -284,21 +294,23 @@ def number_of(frame: bytes, request_id: int) -> int | None:
     if len(frame) != _NUMBER_FRAME_BYTES:
         return None
     length, array, _, identifier, code, _, value = _NUMBER.unpack(frame)
-    if length != _NUMBER_FIELDS[0] or array != 0x93 or identifier != request_id or code != _NUMBER_CODE:
+    if length != 16 or array != 0x93 or identifier != request_id or code != 1:
         return None
     return int(value)
 
 
 def done_frame(request_id: int) -> bytes:
     """What the store sends for Done."""
-    return _DONE.pack(*_DONE_FIELDS, request_id, 0)
+    return _DONE.pack(7, 0x92, 0xCE, request_id, 0)
 
 
-def _reply(kind: type[Any], identifier: int, fields: list[Any]) -> ms.Reply:
+def _reply(kind: type[Any], identifier: int, fields: tuple[Any, ...]) -> ms.Reply:
     reply: ms.Reply
     if kind is ms.Opened:
         (payloads,) = fields
-        reply = ms.Opened(identifier, tuple(payloads))
+        if type(payloads) is not tuple:
+            raise TypeError("no list of payloads")
+        reply = ms.Opened(identifier, payloads)
     elif kind is ms.GangList:
         (gangs,) = fields
         reply = ms.GangList(identifier, tuple(ms.GangFloor._make(gang) for gang in gangs))
@@ -310,7 +322,7 @@ def _reply(kind: type[Any], identifier: int, fields: list[Any]) -> ms.Reply:
             epoch,
             size,
             tuple(ms.LeaseView._make(lease) for lease in leases),
-            tuple(ms.BarrierView(name, tuple(arrived), *rest) for name, arrived, *rest in barriers),
+            tuple(ms.BarrierView._make(barrier) for barrier in barriers),
         )
     elif kind is ms.Refused:
         reason, message, epoch = fields
@@ -347,59 +359,35 @@ _ERRORS: dict[Reason, type[MeshError]] = {
 # ---- what a field may be ------------------------------------------------------------------------------
 
 
-def _is_whole(value: object) -> bool:
-    return type(value) is int
+def _are_durations(fields: tuple[Any, ...]) -> bool:
+    return all(math.isfinite(value) for value in fields[6:8])
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+def _are_texts(fields: tuple[Any, ...]) -> bool:
+    return all(type(key) is str for key in fields[4])
 
 
-def _is_text(value: object) -> bool:
-    return type(value) is str
-
-
-def _is_bytes(value: object) -> bool:
-    return type(value) is bytes
-
-
-def _is_bytes_or_nothing(value: object) -> bool:
-    return value is None or type(value) is bytes
-
-
-def _is_texts(value: object) -> bool:
-    return type(value) is tuple and all(type(item) is str for item in value)
-
-
-def _is_signed_64(value: object) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
-
-
-def _is_duration(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
-
-
-_CHECKS = {
-    "int": _is_size, "str": _is_text, "RunUid": _is_text, "Epoch": _is_size, "Rank": _is_size,
-    "IncarnationToken": _is_text, "bytes": _is_bytes, "bytes | None": _is_bytes_or_nothing,
-    "tuple[str, ...]": _is_texts, "float": _is_duration,
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "Epoch": (int,), "Rank": (int,), "str": (str,), "RunUid": (str,), "IncarnationToken": (str,),
+    "bytes": (bytes,), "bytes | None": (bytes, type(None)), "float": (float, int), "tuple[str, ...]": (tuple,),
 }  # fmt: skip
-_FIELD_CHECKS = {
-    kind: tuple(
-        _is_signed_64 if name == "amount" else _CHECKS[annotation.__forward_arg__]
-        for name, annotation in kind.__annotations__.items()
-    )
-    for kind in _REQUESTS
+"""What msgpack makes of each field's type. How large a number may be is for the state to say; only what is
+counted with must fit 64 bits, which msgpack sees to."""
+_CHECKS: dict[type[Any], Callable[[tuple[Any, ...]], bool]] = {
+    ms.GrantLease: _are_durations,
+    ms.Wait: _are_texts,
 }
-_COERCED: dict[type[Any], tuple[tuple[int, Any], ...]] = {
-    ms.Wait: ((3, lambda value: tuple(value) if isinstance(value, list) else value),),
-    ms.GrantLease: tuple((i, lambda value: float(value) if type(value) is int else value) for i in (5, 6)),
-}
-"""Where msgpack's types are not ours: a list is a tuple, and a whole number of seconds is a duration as well."""
-
-
-def _fits(kind: type[Any], fields: list[Any]) -> bool:
-    checks = _FIELD_CHECKS[kind]
-    return len(fields) == len(checks) and all(
-        check(value) for check, value in zip(checks, fields, strict=True)
+_SIGNATURES = {
+    op: (
+        kind,
+        frozenset(
+            (int, *types)
+            for types in itertools.product(
+                *(_TYPES[a.__forward_arg__] for a in kind.__annotations__.values())
+            )
+        ),
+        _CHECKS.get(kind),
     )
+    for kind, op in _OP_OF.items()
+}
+"""By op: the kind, the types that its fields may have (op and id included), and what else is asked of them."""

@@ -342,6 +342,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 
 def take_rows(quick: bool) -> list[dict[str, Any]]:
+    import torch.distributed  # noqa: F401 - once, before the clients are forked, not in each of them
     import uvloop
 
     one = Amount(slices=8 if quick else 40, slice_s=0.1)

@@ -346,6 +346,22 @@ def test_epochs_and_sizes_start_at_one(epoch: int, size: int) -> None:
     assert reason(store.ask(ADMIN, ms.SetFloor, RunUid("new"), epoch, size)) is Reason.CONFLICT
 
 
+@pytest.mark.parametrize("number", [-1, 2**31, 2**63, 2**64 - 1])
+def test_numbers_of_any_size_are_refused_where_they_make_no_sense(number: int) -> None:
+    store = Store()
+    rank, epoch = Rank(number), Epoch(number)
+    for outputs in (
+        store.ask(FIRST, ms.GrantLease, GANG, E1, rank, token(0), TTL_S, GUARD_S),
+        store.ask(FIRST, ms.Arrive, GANG, E1, rank, token(0), "start", b""),
+        store.ask(FIRST, ms.Get, GANG, epoch, "key"),
+        store.ask(ADMIN, ms.SetFloor, GANG, Epoch(9), number),
+    ):
+        assert isinstance(the(outputs), ms.Refused)
+    assert isinstance(the(store.ask(FIRST, ms.Cancel, number)), ms.Done)
+    added = the(store.ask(FIRST, ms.Add, GANG, E1, "n", number))
+    assert isinstance(added, ms.Refused if number >= 2**63 else ms.Number)
+
+
 def test_bytes_are_given_back_when_a_value_shrinks_or_goes() -> None:
     store = Store()
     held = store.state.books.gangs[GANG]
