@@ -26,7 +26,15 @@ from mesh.errors import (
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.plan import Endpoint
 from mesh.store import messages as ms
-from mesh.store.protocol import ReplyStream, done_frame, encode_request, error_of, number_of
+from mesh.store.protocol import (
+    OP_OF,
+    ReplyStream,
+    done_frame,
+    encode_fields,
+    encode_request,
+    error_of,
+    number_head,
+)
 
 REQUEST_LIMIT_S = 5.0
 FRAMES_KEPT_MAX = 1024
@@ -35,6 +43,10 @@ RECEIVE_BYTES_FIRST = 480
 RECEIVE_BYTES = 256 * 1024
 _ID = 1
 _DONE = done_frame(_ID)
+_NUMBER_HEAD = number_head(_ID)
+_NUMBER = struct.Struct(f">{len(_NUMBER_HEAD)}sq")
+_NUMBER_BYTES = _NUMBER.size
+_SET = OP_OF[ms.Set]
 
 R = TypeVar("R")
 
@@ -94,7 +106,7 @@ class BlockingStoreClient:
 
     def set(self, gang: RunUid, epoch: Epoch, key: str, value: bytes) -> None:
         """Returns when it is set."""
-        answer = self._exchange(encode_request(ms.Set(_ID, gang, epoch, key, value)))
+        answer = self._exchange(encode_fields((_SET, _ID, gang, epoch, key, value)))
         if answer != _DONE:
             self._read(answer, ms.Done)
 
@@ -102,8 +114,11 @@ class BlockingStoreClient:
         """The new count."""
         fields = (ms.Add, gang, epoch, key, amount)
         answer = self._exchange(self._frames.get(fields) or self._keep(fields))
-        count = number_of(answer, _ID)
-        return count if count is not None else self._read(answer, ms.Number).value
+        if len(answer) == _NUMBER_BYTES:
+            head, count = _NUMBER.unpack(answer)
+            if head == _NUMBER_HEAD:
+                return count  # type: ignore[no-any-return]
+        return self._read(answer, ms.Number).value
 
     def wait(self, gang: RunUid, epoch: Epoch, keys: Iterable[str], *, timeout_s: float) -> None:
         """Until all keys are there. MeshTimeoutError, and the connection is closed, when they are not in time."""

@@ -35,7 +35,6 @@ _UNDER_AN_EPOCH: dict[type, _Handler] = {
     ms.GrantLease: leases.grant,
     ms.ReleaseLease: leases.release,
     ms.Arrive: barrier.arrive,
-    ms.CloseBarrier: barrier.close,
 }
 _ADMIN = (ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Watch, ms.Gangs, ms.Snapshot)
 
@@ -51,6 +50,7 @@ class StoreState:
         self.instance = instance
         self.limits = limits or StoreLimits()
         self.books = Books(self.limits)
+        self._gangs = self.books.gangs
 
     # ---- connections ------------------------------------------------------------------------------
 
@@ -80,16 +80,13 @@ class StoreState:
         """One request of a connected connection, at `now` (seconds, monotonic)."""
         handler = _UNDER_AN_EPOCH.get(type(request))
         if handler is None:
-            return self._on_other(request, connection)
-        books = self.books
-        gang = books.gangs.get(request.gang)  # type: ignore[union-attr]
+            return self._on_other(request, connection, now)
+        gang = self._gangs.get(request.gang)  # type: ignore[union-attr]
         if gang is None or gang.epoch != request.epoch:  # type: ignore[union-attr]
             return [(connection, _turn_away(gang, request))]  # type: ignore[arg-type]
-        if handler is barrier.close and books.roles[connection] is not ms.Role.ADMIN:
-            return [(connection, _forbidden(request.id))]
-        return handler(books, gang, request, connection, now)
+        return handler(self.books, gang, request, connection, now)
 
-    def _on_other(self, request: ms.Request, connection: ConnectionId) -> list[Output]:
+    def _on_other(self, request: ms.Request, connection: ConnectionId, now: float) -> list[Output]:
         if isinstance(request, _ADMIN) and self.books.roles[connection] is not ms.Role.ADMIN:
             return [(connection, _forbidden(request.id))]
         match request:
@@ -101,6 +98,11 @@ class StoreState:
                 return self._on_set_floor(request, connection)
             case ms.DropGang():
                 return self._on_drop_gang(request, connection)
+            case ms.CloseBarrier():
+                gang = self._gangs.get(request.gang)
+                if gang is None or gang.epoch != request.epoch:
+                    return [(connection, _turn_away(gang, request))]
+                return barrier.close(self.books, gang, request, connection, now)
             case ms.Watch():
                 return self._on_watch(request, connection)
             case ms.Gangs():

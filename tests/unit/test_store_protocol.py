@@ -23,9 +23,10 @@ from mesh.store.protocol import (
     ReplyStream,
     RequestMemo,
     RequestStream,
+    done_frame,
     encode_request,
     error_of,
-    number_of,
+    number_head,
 )
 
 GANG, E1, R0, TOKEN = RunUid("g"), Epoch(1), Rank(0), IncarnationToken("t")
@@ -193,12 +194,12 @@ def test_a_field_that_cannot_be_encoded_is_a_local_error_and_spoils_nothing() ->
     assert list(RequestStream(bytes_max=100).feed(encode_request(ms.Ping(1)))) == [ms.Ping(1)]
 
 
-def test_only_the_number_that_was_asked_for_is_taken_in_a_hurry() -> None:
-    frame = ReplyEncoder().encode(ms.Number(1, -5))
-    assert number_of(frame, 1) == -5
-    assert number_of(frame, 2) is None
-    assert number_of(frame + b"x", 1) is None
-    assert number_of(ReplyEncoder().encode(ms.Value(1, b"12345678")), 1) is None
+@pytest.mark.parametrize("value", [0, -5, 2**63 - 1])
+def test_a_client_in_a_hurry_knows_the_head_of_its_number_and_the_frame_of_its_done(value: int) -> None:
+    head = number_head(7)
+    assert ReplyEncoder().encode(ms.Number(7, value)) == head + value.to_bytes(8, "big", signed=True)
+    assert not ReplyEncoder().encode(ms.Number(8, value)).startswith(head)
+    assert ReplyEncoder().encode(ms.Done(7)) == done_frame(7)
 
 
 def test_a_refusal_becomes_the_error_of_its_reason_and_says_the_floor() -> None:
