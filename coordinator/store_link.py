@@ -6,8 +6,10 @@ Rules of this file:
 2. A store that was restarted knows nothing. It is told the epochs again, and is given a lease for every member that
    must hold one: a living member renews it within a heartbeat, a dead one's lapses and says so.
 3. "The barrier never opened" settles members that were never heard of, so it is believed only of a store that has
-   known the epoch from its first moment (`_trusted`). Otherwise the answer is "it may have": every member then has
-   to be accounted for one by one.
+   known the epoch from its first moment, and only by the link that saw that moment (`_trusted`): an earlier
+   coordinator may have told a restarted store. Otherwise the answer is "it may have": every member then has to be
+   accounted for one by one.
+4. Nothing ends the line for good: what the coordinator cannot take now is made up for after the next connect.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _Epoch = tuple[RunUid, Epoch]
 class GangEvents(Protocol):
     """Who hears what the store says; the coordinator."""
 
-    def post(self, uid: RunUid, event: GangEvent) -> None: ...
+    def post(self, uid: RunUid, event: GangEvent) -> None:
+        """Raises asyncio.QueueFull when the gang's inbox is full."""
+        ...
 
     def live_gangs(self) -> list[Gang]:
         """Every gang whose epoch is under way."""
@@ -75,8 +79,9 @@ class StoreLink:
         self._events: GangEvents | None = None
         self._task: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._trusted: dict[_Epoch, str] = {}
-        """Epochs that a store instance has known from their first moment -> that instance."""
+        self._trusted: dict[_Epoch, str | None] = {}
+        """Epochs that a store instance has known from their first moment -> that instance. None for ever once a store
+        had to be told again."""
         self._told: set[_Epoch] = set()
         """Epochs that this link has tried to open."""
 
@@ -100,16 +105,19 @@ class StoreLink:
     async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, *, is_new: bool) -> None:
         """See `StoreControl`. Raises MeshError (retryable) while the store cannot be reached."""
         client = self._connected()
-        is_first_try = (uid, epoch) not in self._told
-        self._told.add((uid, epoch))
+        key = (uid, epoch)
+        is_first_try = key not in self._told
+        self._told.add(key)
         is_known = any(g.gang == uid and g.epoch == epoch for g in await client.gangs())
         if not is_known:
             try:
                 await client.set_floor(uid, epoch, size)
             except FencedError:
                 return  # the gang has gone on meanwhile
-        if is_known or (is_new and is_first_try):
-            self._trusted[uid, epoch] = client.instance
+        if is_new and (is_known or is_first_try):
+            self._trusted.setdefault(key, client.instance)
+        elif not is_known and (gang := self._live_gang(uid, epoch)) is not None:
+            await self._account_after_loss(client, gang)
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         """See `StoreControl`. True as well when nobody knows any more."""
@@ -120,22 +128,26 @@ class StoreLink:
             return True
         if was_open or self._trusted.get((uid, epoch)) == client.instance:
             return was_open
-        assert self._events is not None
-        for gang in self._events.live_gangs():
-            if gang.uid == uid and gang.epoch == epoch:
-                await self._account_for(client, gang, members_with_lease(gang, has_opened=True))
+        if (gang := self._live_gang(uid, epoch)) is not None:
+            await self._account_for(client, gang, members_with_lease(gang, has_opened=True))
         return True
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         """See `StoreControl`."""
         await self._connected().drop_gang(uid)
-        self._trusted.pop((uid, epoch), None)
-        self._told.discard((uid, epoch))
+        for key in [key for key in self._told if key[0] == uid]:  # earlier epochs too
+            self._told.discard(key)
+            self._trusted.pop(key, None)
 
     def _connected(self) -> StoreClient:
         if self._client is None or not self._client.is_connected:
             raise TransportError("The rendezvous store cannot be reached now.")
         return self._client
+
+    def _live_gang(self, uid: RunUid, epoch: Epoch) -> Gang | None:
+        assert self._events is not None, "connected"
+        found = (gang for gang in self._events.live_gangs() if gang.uid == uid and gang.epoch == epoch)
+        return next(found, None)
 
     # ---- keeping the line -------------------------------------------------------------------------
 
@@ -151,8 +163,13 @@ class StoreLink:
                     on_lost=lambda _: self._lost.set(),
                 )
                 await self._catch_up(self._client)
-            except MeshError as error:
-                _log.warning("the store cannot be reached, trying again in %.2f s: %s", pause_s, error)
+            except Exception as error:  # noqa: BLE001 - the guard: without this line no gang would ever go on
+                _log.warning(
+                    "the store cannot be reached, trying again in %.2f s: %s",
+                    pause_s,
+                    error,
+                    exc_info=None if isinstance(error, MeshError | asyncio.QueueFull) else error,
+                )
                 if self._client is not None:
                     self._client.abort()
                 await asyncio.sleep(pause_s)
@@ -194,6 +211,11 @@ class StoreLink:
             await client.set_floor(gang.uid, gang.epoch, gang.plan.nodes)
         except FencedError:
             return  # the gang has gone on meanwhile
+        await self._account_after_loss(client, gang)
+
+    async def _account_after_loss(self, client: StoreClient, gang: Gang) -> None:
+        """The store has just been told of an epoch that it had forgotten, with every lease of it (rule 2)."""
+        self._trusted[gang.uid, gang.epoch] = None
         await self._account_for(client, gang, members_with_lease(gang, has_opened=gang.barrier_open))
 
     async def _account_for(self, client: StoreClient, gang: Gang, members: list[MemberRecord]) -> None:
@@ -215,6 +237,15 @@ class StoreLink:
                 _log.info("no lease for %s: %s", member.incarnation, error)
 
     def _on_push(self, push: ms.Push) -> None:
+        try:
+            self._tell(push)
+        except asyncio.QueueFull:
+            _log.warning("a gang cannot take what the store says now; the line is made again")
+            assert self._client is not None, "pushes come after watch"
+            self._client.abort()
+            self._lost.set()
+
+    def _tell(self, push: ms.Push) -> None:
         assert self._events is not None
         match push:
             case ms.BarrierOpened():

@@ -1,0 +1,190 @@
+"""The coordinator's line to the store, over the store as it runs: restarts of either, of both, and whom to believe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed
+from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
+from coordinator.store_actor import StoreServer
+from coordinator.store_link import StoreLink
+from mesh.errors import TransportError
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
+from mesh.plan import Endpoint, RunPlan
+from mesh.states import RunState
+from mesh.store import messages as ms
+from tests.contract.store_link import ADMIN, MEMBER, ListeningStore
+
+UID, EPOCH = RunUid("run"), Epoch(1)
+TTL_S, GUARD_S = 0.2, 0.05
+DEADLINE_S = 20.0
+
+
+def gang_of(phase: MemberPhase, *, barrier_open: bool) -> Gang:
+    members = {
+        Rank(rank): MemberRecord(
+            incarnation=Incarnation(
+                run_uid=UID, epoch=EPOCH, rank=Rank(rank), token=IncarnationToken(f"t{rank}")
+            ),
+            machine=MachineName(f"m{rank}"), address="127.0.0.1", phase=phase, ordered_at=0.0,
+        )
+        for rank in range(2)
+    }  # fmt: skip
+    plan = RunPlan(name=RunName("r"), command=("true",), nodes=2)
+    return Gang(
+        uid=UID, plan=plan, created_at=0.0, state=RunState.RUNNING if barrier_open else RunState.ASSEMBLING,
+        epoch=EPOCH, members=members, machines_held=True, barrier_open=barrier_open,
+    )  # fmt: skip
+
+
+class Ears:
+    """The coordinator: knows its gangs, hears what the store says; deaf while `is_full`."""
+
+    def __init__(self, gang: Gang) -> None:
+        self.gang = gang
+        self.heard: list[GangEvent] = []
+        self.is_full = False
+
+    def post(self, uid: RunUid, event: GangEvent) -> None:
+        if self.is_full:
+            self.is_full = False
+            raise asyncio.QueueFull
+        self.heard.append(event)
+
+    def live_gangs(self) -> list[Gang]:
+        return [self.gang]
+
+    async def hears(self, kind: type[GangEvent], rank: int | None = None) -> None:
+        def is_it(event: GangEvent) -> bool:
+            incarnation: Incarnation | None = getattr(event, "incarnation", None)
+            return isinstance(event, kind) and (
+                rank is None or (incarnation is not None and incarnation.rank == rank)
+            )
+
+        await until(lambda: any(is_it(event) for event in self.heard))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[ListeningStore]:
+    store = await ListeningStore().start()
+    yield store
+    await store.stop()
+    await store.server.stop("the test is over")
+
+
+async def restart(store: ListeningStore) -> None:
+    await store.server.stop("restart")
+    store.server = StoreServer(
+        host="127.0.0.1", port=store.endpoint.port, admin_secret=ADMIN, member_secret=MEMBER
+    )
+    await store.server.start()
+
+
+class Line:
+    """A link that is up. Leaving it is a crash of the coordinator: nothing is said to the store."""
+
+    def __init__(self, store: ListeningStore, ears: Ears) -> None:
+        endpoint: Endpoint = replace(store.endpoint, secret=ADMIN)
+        self.link = StoreLink(endpoint, lease_ttl_s=TTL_S, lease_guard_s=GUARD_S)
+        self._ears = ears
+
+    async def __aenter__(self) -> StoreLink:
+        self.link.start(self._ears)
+        return self.link
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.link.stop()
+
+
+async def insist(link: StoreLink, *, is_new: bool) -> None:
+    """As the gang's driver does."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                return await link.open_epoch(UID, EPOCH, 2, is_new=is_new)
+            except TransportError:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_store_that_knew_the_epoch_from_its_beginning_is_believed(store: ListeningStore) -> None:
+    async with Line(store, Ears(gang_of(MemberPhase.ORDERED, barrier_open=False))) as link:
+        await insist(link, is_new=True)
+        assert await link.close_barrier(UID, EPOCH) is False
+
+
+async def test_a_coordinator_that_came_back_does_not_believe_that_a_barrier_never_opened(
+    store: ListeningStore,
+) -> None:
+    """The one before it may have told a store that was restarted after the barrier had opened."""
+    ears = Ears(gang_of(MemberPhase.ARRIVED, barrier_open=False))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+    async with Line(store, ears) as link:
+        await insist(link, is_new=False)
+        assert await link.close_barrier(UID, EPOCH) is True
+        await ears.hears(LeaseLapsed, rank=0)
+        await ears.hears(LeaseLapsed, rank=1)
+
+
+async def test_a_repeated_opening_does_not_make_a_restarted_store_trusted(store: ListeningStore) -> None:
+    async with Line(store, Ears(gang_of(MemberPhase.ORDERED, barrier_open=False))) as link:
+        await insist(link, is_new=True)
+        await restart(store)
+        await until(lambda: UID in store.server.state.books.gangs)
+        await insist(link, is_new=True)
+        assert await link.close_barrier(UID, EPOCH) is True
+
+
+async def test_when_store_and_coordinator_were_both_restarted_a_dead_member_is_still_found(
+    store: ListeningStore,
+) -> None:
+    """Nobody holds a lease then that could lapse: members that must hold one are given it."""
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+    await restart(store)
+    async with Line(store, ears) as link:
+        await insist(link, is_new=False)
+        living = await store.connect(ms.Role.MEMBER)
+
+        async def renew() -> None:
+            while True:
+                await living.grant_lease(
+                    UID, EPOCH, Rank(0), IncarnationToken("t0"), ttl_s=TTL_S, guard_s=GUARD_S
+                )
+                await asyncio.sleep(TTL_S / 8)
+
+        renewing = asyncio.create_task(renew())
+        await ears.hears(LeaseLapsed, rank=1)
+        renewing.cancel()
+        await asyncio.wait([renewing])
+
+
+async def test_what_a_full_inbox_could_not_take_is_made_up_for(store: ListeningStore) -> None:
+    ears = Ears(gang_of(MemberPhase.REGISTERED, barrier_open=False))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        members = [await store.connect(ms.Role.MEMBER) for _ in range(2)]
+        ears.is_full = True
+        for rank, member in enumerate(members):
+            token = IncarnationToken(f"t{rank}")
+            await member.grant_lease(UID, EPOCH, Rank(rank), token, ttl_s=60.0, guard_s=1.0)
+        arrivals = [
+            member.arrive(
+                UID, EPOCH, Rank(rank), IncarnationToken(f"t{rank}"), payload=b"", timeout_s=DEADLINE_S
+            )
+            for rank, member in enumerate(members)
+        ]
+        await asyncio.gather(*arrivals)
+        await ears.hears(BarrierOpened)
+        assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
