@@ -83,6 +83,8 @@ class SupervisedCommand:
         self._process: LineProcess | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_started = False
+        self._is_stopped = False
+        """It was asked to stop, or killed: what has not been started yet will not be."""
         self._exit: ProcessExit | None = None
         self._is_over = False
         self._oom_kills_before = 0
@@ -93,7 +95,10 @@ class SupervisedCommand:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Starts the supervisor and hands it the command. What a command can do wrong comes as an event."""
+        """Starts the supervisor and hands it the command. What a command can do wrong comes as an event.
+
+        After `stop` or `kill` nothing is started, and CommandStartFailed says so.
+        """
         spec = self._spec
         try:
             self._strategy.check(spec.argv)
@@ -110,6 +115,12 @@ class SupervisedCommand:
         except OSError as error:
             await self._fail_before_start(
                 Reason.COMMAND_START_FAILED, f"The supervisor could not be started: {error}."
+            )
+            return
+        if self._is_stopped:
+            await self._process.close()
+            await self._fail_before_start(
+                Reason.COMMAND_START_FAILED, "The command was stopped before it was started."
             )
             return
         self._process.send(
@@ -129,6 +140,7 @@ class SupervisedCommand:
         return await self._events.get()
 
     def stop(self, grace_s: float) -> None:
+        self._is_stopped = True
         self._send({"op": "stop", "grace_s": grace_s})
 
     def acknowledge(self, offset: int) -> None:
@@ -137,6 +149,7 @@ class SupervisedCommand:
 
     async def kill(self) -> None:
         """Asks the supervisor, and does not wait for it: the tree is ended from here as well."""
+        self._is_stopped = True
         self._send({"op": "kill"})
         await self._kill_tree()
 

@@ -30,10 +30,13 @@ class LauncherHandle(Protocol):
         """The next news of the command, in order. Raises TransportError when the launcher is gone."""
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL of the tree after `grace_s`; a later one may only shorten it."""
+        """SIGTERM now, SIGKILL of the tree after `grace_s`; a later one may only shorten it.
+
+        It may overtake `launch`: then nothing will be started, and CommandStartFailed says so.
+        """
 
     async def kill(self) -> None:
-        """SIGKILL of the tree, now."""
+        """SIGKILL of the tree, now. It may overtake `launch` as `stop` may."""
 
     async def hand_over_logs(self, *, limit_s: float) -> bool:
         """True when the head has all output; False when it had not after `limit_s`."""
@@ -48,6 +51,8 @@ class Launcher:
     def __init__(self) -> None:
         self._command: SupervisedCommand | None = None
         self._shipper: LogShipper | None = None
+        self._is_stopped = False
+        """A stop or a kill came, perhaps before the launch."""
 
     async def warm(self) -> None:
         """Importing this module was all that had to be done."""
@@ -56,6 +61,8 @@ class Launcher:
         assert self._command is None, "a launcher is for one command"
         command = SupervisedCommand(spec)
         self._command = command
+        if self._is_stopped:
+            command.stop(0)
         if spec.logs is not None:
             self._shipper = LogShipper(
                 spec.spool_dir, spec.logs, spec.incarnation, on_acked=command.acknowledge
@@ -70,10 +77,12 @@ class Launcher:
         return event
 
     async def stop(self, grace_s: float) -> None:
+        self._is_stopped = True
         if self._command is not None:
             self._command.stop(grace_s)
 
     async def kill(self) -> None:
+        self._is_stopped = True
         if self._command is not None:
             await self._command.kill()
 

@@ -14,6 +14,7 @@ import pytest
 from agents import process_tree
 from agents.core import events as ev
 from agents.launcher.base import LaunchSpec, SupervisedCommand, read_tail
+from agents.launcher.launcher import Launcher
 from mesh.ids import Epoch, Incarnation, Rank, new_run_uid, new_token
 from mesh.messages import ProcessExit
 from mesh.reasons import Reason
@@ -29,6 +30,27 @@ class Bench:
         self.folder = folder
         self.commands: list[SupervisedCommand] = []
 
+    def spec(
+        self,
+        *argv: str,
+        launcher: LauncherKind = LauncherKind.PLAIN,
+        env: dict[str, str] | None = None,
+        working_dir: str | None = None,
+    ) -> LaunchSpec:
+        me = Incarnation(run_uid=new_run_uid(), epoch=Epoch(1), rank=Rank(0), token=new_token())
+        spool_dir = self.folder / f"spool-{len(self.commands)}"
+        spool_dir.mkdir()
+        return LaunchSpec(
+            incarnation=me,
+            launcher=launcher,
+            argv=argv,
+            env={"PATH": os.environ["PATH"], "NODUS_INCARNATION": str(me), **(env or {})},
+            working_dir=working_dir or str(self.folder),
+            spool_dir=str(spool_dir),
+            error_file=str(spool_dir / "error.json"),
+            logs=None,
+        )
+
     async def start(
         self,
         *argv: str,
@@ -36,24 +58,11 @@ class Bench:
         env: dict[str, str] | None = None,
         working_dir: str | None = None,
     ) -> tuple[SupervisedCommand, Incarnation]:
-        me = Incarnation(run_uid=new_run_uid(), epoch=Epoch(1), rank=Rank(0), token=new_token())
-        spool_dir = self.folder / f"spool-{len(self.commands)}"
-        spool_dir.mkdir()
-        command = SupervisedCommand(
-            LaunchSpec(
-                incarnation=me,
-                launcher=launcher,
-                argv=argv,
-                env={"PATH": os.environ["PATH"], "NODUS_INCARNATION": str(me), **(env or {})},
-                working_dir=working_dir or str(self.folder),
-                spool_dir=str(spool_dir),
-                error_file=str(spool_dir / "error.json"),
-                logs=None,
-            )
-        )
+        spec = self.spec(*argv, launcher=launcher, env=env, working_dir=working_dir)
+        command = SupervisedCommand(spec)
         self.commands.append(command)
         await command.start()
-        return command, me
+        return command, spec.incarnation
 
     async def torchrun(
         self, script: str, *, processes: int = 1, env: dict[str, str] | None = None
@@ -169,6 +178,22 @@ async def test_a_stop_reaches_a_command_that_listens(bench: Bench) -> None:
     exit, _ = await until_empty(command)
     assert exit == ProcessExit(code=7)
     assert "saved" in bench.output()
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_a_stop_that_overtakes_the_launch_means_that_nothing_will_start(
+    bench: Bench, tmp_path: Path, how: str
+) -> None:
+    """Seen end to end: a fence that met a command about to be started was forgotten, and waited out its grace."""
+    launcher = Launcher()
+    await (launcher.stop(600.0) if how == "stop" else launcher.kill())
+    await launcher.launch(bench.spec("touch", str(tmp_path / "started")))
+    async with asyncio.timeout(LIMIT_S):
+        event = await launcher.next_event()
+    await launcher.close()
+    assert isinstance(event, ev.CommandStartFailed)
+    assert "before it was started" in event.message
+    assert not (tmp_path / "started").exists()
 
 
 async def test_a_kill_ends_a_command_that_ignores_sigterm_and_its_daemon(bench: Bench) -> None:
