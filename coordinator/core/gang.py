@@ -14,7 +14,8 @@ Rules of this file:
 4. What changed is persisted before anything else of the batch happens (`Persist` comes first).
 5. A command can only have started when the epoch's barrier opened; so a barrier that was closed without
    having opened settles every member at once, heard of or not.
-6. Once set, an outcome changes in one way only: a wish to cancel turns "try again" into "cancelled".
+6. Once set, an outcome changes only away from "try again": a wish to cancel turns that into "cancelled", a member
+   that could not be fenced into "failed", since no epoch begins while something of an older one may act.
 """
 
 from __future__ import annotations
@@ -386,8 +387,14 @@ class GangCore:
         if all(m.phase.has_reached(MemberPhase.STARTED) for m in gang.members.values()):
             self._enter(RunState.RUNNING)
             gang.started_at = gang.started_at or self._now.wall
-            gang.message = f"{gang.plan.nodes} of {gang.plan.nodes} ranks running."
+            gang.message = self._progress()
             self._announce("Running", "Every rank runs.")
+
+    def _progress(self) -> str:
+        """Who has finished, also when that was before the last one had started."""
+        nodes = self.gang.plan.nodes
+        done = sum(m.succeeded for m in self.gang.members.values())
+        return f"{done} of {nodes} ranks finished." if done else f"{nodes} of {nodes} ranks running."
 
     # ---- ends -------------------------------------------------------------------------------------
 
@@ -422,8 +429,7 @@ class GangCore:
                 )
             )
         elif self.gang.outcome is None:
-            done = sum(m.succeeded for m in self.gang.members.values())
-            self.gang.message = f"{done} of {self.gang.plan.nodes} ranks finished."
+            self.gang.message = self._progress()
 
     def _note_failure(self, failure: Failure) -> None:
         """Keeps a failure as evidence; one that our own fence may have caused is none."""
@@ -461,17 +467,24 @@ class GangCore:
         member = self._current(event.incarnation)
         if member is None:
             return
+        failure = self._settle_lost(member)
+        outcome = self.gang.outcome
+        if outcome is not None and outcome.kind is OutcomeKind.FAIL and self.gang.failures:
+            # A lost machine makes the other ranks complain seconds before its lease runs out: better evidence.
+            self._note_failure(failure)
+
+    def _settle_lost(self, member: MemberRecord) -> Failure:
+        """Counts the member as lost. Returns what that says, should it not be the first to fail."""
         self._update(replace(member, settlement=Settlement.LEASE_LAPSED))
         message = f"Rank {member.rank}: {member.machine} was lost (its lease ran out)."
         self._announce("MemberLost", message, reason=Reason.MACHINE_LOST, rank=member.rank)
-        if self.gang.outcome is not None or member.succeeded:
-            return
-        if not self.gang.barrier_open:
-            self._assembly_failed(Reason.MACHINE_LOST, message)
-        else:
-            self._note_failure(
-                Failure(rank=member.rank, at=self._now.wall, reason=Reason.MACHINE_LOST, message=message)
-            )
+        failure = Failure(rank=member.rank, at=self._now.wall, reason=Reason.MACHINE_LOST, message=message)
+        if self.gang.outcome is None and not member.succeeded:
+            if self.gang.barrier_open:
+                self._note_failure(failure)
+            else:
+                self._assembly_failed(Reason.MACHINE_LOST, message)
+        return failure
 
     def _on_lease_gone(self, event: LeaseGone) -> None:
         member = self._current(event.incarnation)
@@ -503,7 +516,9 @@ class GangCore:
     def _on_time_passed(self, event: TimePassed) -> None:
         for rank in [r for r, due in self._last_word_deadlines.items() if self._now.mono >= due]:
             del self._last_word_deadlines[rank]
-            self._on_lease_lapsed(LeaseLapsed(incarnation=self.gang.members[rank].incarnation))
+            member = self._current(self.gang.members[rank].incarnation)
+            if member is not None:
+                self._settle_lost(member)
         overdue = self._assembly_deadline is not None and self._now.mono >= self._assembly_deadline
         if overdue and self.gang.outcome is None and self.gang.state in _ASSEMBLY_STATES:
             missing = sorted(
@@ -601,6 +616,15 @@ class GangCore:
             return
         if any(m.settlement is None for m in gang.members.values()):
             return
+        unfenced = [m for m in gang.members.values() if m.settlement is Settlement.FENCE_FAILED]
+        if unfenced and gang.outcome.kind is OutcomeKind.RETRY_ASSEMBLY:
+            machines = ", ".join(m.machine for m in unfenced)
+            gang.outcome = Outcome(
+                kind=OutcomeKind.FAIL,
+                reason=Reason.FENCE_FAILED,
+                message=f"Not assembled again, since processes on {machines} cannot be killed. The last try: "
+                f"{gang.outcome.message}",
+            )
         self._effects.extend(DismissMember(incarnation=m.incarnation) for m in gang.members.values())
         if gang.outcome.kind is OutcomeKind.RETRY_ASSEMBLY:
             self._enter(RunState.PENDING)

@@ -12,6 +12,7 @@ import click
 import pytest
 import typer
 
+from agents.launcher.torchrun import ERROR_FILE_VARIABLE
 from coordinator.api.app import ENDPOINTS
 from mesh.cli.app import app
 from mesh.cli.exit_codes import TABLE, ExitCode
@@ -116,7 +117,7 @@ def test_the_command_line_s_page_names_every_command_and_every_option() -> None:
 
 
 def every_variable() -> set[str]:
-    names: set[str] = set()
+    names = {ERROR_FILE_VARIABLE}  # the launchers' own
     for launcher, nodes in product((LauncherKind.PLAIN, LauncherKind.TORCHRUN), (1, 2)):
         names |= rank_environment(
             plan=RunPlan(name=RunName("r"), command=("x",), launcher=launcher, nodes=nodes),
