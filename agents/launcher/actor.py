@@ -5,6 +5,7 @@ All that is Ray lies in this file; what a launcher does is `agents.launcher.laun
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from agents.launcher.base import LaunchSpec
 from agents.launcher.launcher import Launcher
 from mesh.errors import TransportError
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 CONCURRENT_CALLS_MAX = 16
@@ -101,4 +103,5 @@ async def _answer(reference: Awaitable[_T]) -> _T:
     try:
         return await reference
     except RayError as error:
-        raise TransportError(f"The launcher's process is gone: {error}.") from error
+        _log.warning("The launcher cannot be spoken to: %s", error)
+        raise TransportError("The launcher's process is gone, and the command with it.") from error

@@ -45,7 +45,9 @@ def describe_exit(exit_: ProcessExit) -> str:
 def exit_failure_message(member: MemberRecord, exit_: ProcessExit, evidence: CauseEvidence) -> str:
     """One sentence about a rank whose command ended badly: rank, machine, true exit, launcher's exit."""
     where = f"Rank {member.rank} on {member.machine}"
-    if evidence.exit is None or evidence.exit == exit_:
+    if evidence.by_infrastructure:
+        sentence = f"{where} was lost"
+    elif evidence.exit is None or evidence.exit == exit_:
         sentence = f"{where} ended with {describe_exit(exit_)}"
     else:
         worker = "a worker" if evidence.global_rank is None else f"worker {evidence.global_rank}"
@@ -59,7 +61,12 @@ def exit_failure_message(member: MemberRecord, exit_: ProcessExit, evidence: Cau
 
 
 def failure_reason(exit_: ProcessExit, evidence: CauseEvidence) -> Reason:
-    """CommandKilled when a signal ended the command or its worker, CommandFailed otherwise."""
+    """CommandKilled when a signal ended the command or its worker, CommandFailed otherwise.
+
+    MachineLost when what we run on the machine died and took the command along: not the command's own doing.
+    """
+    if evidence.by_infrastructure:
+        return Reason.MACHINE_LOST
     true_exit = evidence.exit or exit_
     return Reason.COMMAND_KILLED if true_exit.signal is not None else Reason.COMMAND_FAILED
 

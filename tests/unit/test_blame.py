@@ -1,0 +1,56 @@
+"""Which failure is the run's reason, and how it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.core import blame
+from coordinator.core.gang_state import MemberRecord, incarnation_for
+from mesh.ids import Epoch, MachineName, Rank, RunUid
+from mesh.messages import CauseEvidence, ProcessExit
+from mesh.reasons import Reason
+
+MEMBER = MemberRecord(
+    incarnation=incarnation_for(RunUid("u"), Epoch(1), Rank(1), "t"),  # type: ignore[arg-type]
+    machine=MachineName("local-2"),
+    address="127.0.0.3",
+    ordered_at=0.0,
+)
+KILLED = ProcessExit(signal=9)
+FAILED = ProcessExit(code=1)
+
+
+@pytest.mark.parametrize(
+    ("exit_", "evidence", "reason", "sentence"),
+    [
+        (
+            ProcessExit(code=42),
+            CauseEvidence(),
+            Reason.COMMAND_FAILED,
+            "Rank 1 on local-2 ended with exit code 42.",
+        ),
+        (
+            KILLED,
+            CauseEvidence(message="FATAL xyz"),
+            Reason.COMMAND_KILLED,
+            "Rank 1 on local-2 ended with SIGKILL (signal 9): FATAL xyz.",
+        ),
+        (
+            FAILED,
+            CauseEvidence(exit=ProcessExit(signal=11), global_rank=3),
+            Reason.COMMAND_KILLED,
+            "Rank 1 on local-2 failed: worker 3 ended with SIGSEGV (signal 11) (its launcher returned exit code 1).",
+        ),
+        (
+            KILLED,
+            CauseEvidence(exit=KILLED, message="The supervisor ended.", by_infrastructure=True),
+            Reason.MACHINE_LOST,
+            "Rank 1 on local-2 was lost: The supervisor ended.",
+        ),
+    ],
+)
+def test_a_failure_is_told_with_its_true_exit_and_whose_it_was(
+    exit_: ProcessExit, evidence: CauseEvidence, reason: Reason, sentence: str
+) -> None:
+    assert blame.failure_reason(exit_, evidence) is reason
+    assert blame.exit_failure_message(MEMBER, exit_, evidence) == sentence
