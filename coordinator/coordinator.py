@@ -183,7 +183,10 @@ class Coordinator:
                 hint="Try again in a moment." if state.is_terminal else f"Stop it first: mesh cancel {name}",
             )
         await self._journal.delete_run(driver.uid, self._now().wall)
-        if self._names.pop(name, None) is not None:  # else somebody else deleted it meanwhile
+        if (
+            self._names.get(name) == driver.uid
+        ):  # else it was deleted meanwhile, and the name may be another run's
+            del self._names[name]
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
             await self._fleet.forget_run(driver.uid)

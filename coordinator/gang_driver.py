@@ -4,8 +4,9 @@ Rules of this file:
 1. Only `run()` calls the core. Whoever wants something posts an event and may wait until it is durable.
 2. `Persist` is a barrier: while the journal cannot be written, nothing new is done for this gang; its
    members run on, and what was decided is done when the journal can be written again.
-3. Effects run as guarded tasks that try again until they succeed or are overtaken; a batch's later effects
-   do not wait for its earlier ones.
+3. Effects run as guarded tasks that try again until they succeed or are overtaken, whatever goes wrong: one that
+   was given up would leave its run standing. A batch's later effects do not wait for its earlier ones.
+4. Whoever waits for an event to be durable is told when the driver ends before that.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from coordinator.core.events import (
 from coordinator.core.gang import GangCore
 from coordinator.fleet import Fleet, MemberGoneError, Shape
 from coordinator.journal import Journal
-from mesh.errors import MeshError, StorageError
+from mesh.errors import MeshError, StorageError, TransportError
 from mesh.ids import Epoch, Incarnation, RunUid, new_token
 from mesh.messages import FenceOrder, JoinOrder
 
@@ -108,6 +109,9 @@ class GangDriver:
         self._on_events = on_events
         self._now = now
         self._inbox: asyncio.Queue[_Letter] = asyncio.Queue(maxsize=INBOX_MAX)
+        self._in_hand: list[_Letter] = []
+        """Taken from the inbox and not handled yet."""
+        self._is_over = False
         self._tasks: dict[tuple[Any, ...], asyncio.Task[None]] = {}
         self.storage_trouble: str | None = None
         """What the journal said when it last refused to write; None while it works."""
@@ -121,7 +125,9 @@ class GangDriver:
         self._inbox.put_nowait(_Letter(event))
 
     async def post_durably(self, event: GangEvent) -> None:
-        """Returns when what the event changed is in the journal."""
+        """Returns when what the event changed is in the journal. Raises TransportError when the driver has ended."""
+        if self._is_over:
+            raise _driver_ended()
         letter = _Letter(event, asyncio.get_running_loop().create_future())
         await self._inbox.put(letter)
         assert letter.durable is not None
@@ -142,13 +148,20 @@ class GangDriver:
         try:
             is_stopping = False
             while not is_stopping:
-                letters = await self._next_letters()
-                is_stopping = any(letter.event is None for letter in letters)
-                await self._handle(letters)
+                self._in_hand = await self._next_letters()
+                is_stopping = any(letter.event is None for letter in self._in_hand)
+                await self._handle(self._in_hand)
         finally:
+            self._is_over = True
+            self._send_back([*self._in_hand, *_emptied(self._inbox)])
             for task in list(self._tasks.values()):
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _send_back(self, letters: list[_Letter]) -> None:
+        for letter in letters:
+            if letter.durable is not None and not letter.durable.done():
+                letter.durable.set_exception(_driver_ended())
 
     async def _next_letters(self) -> list[_Letter]:
         """Everything that waits in the inbox; a TimePassed when a deadline comes first."""
@@ -159,9 +172,7 @@ class GangDriver:
                 letters = [await self._inbox.get()]
         except TimeoutError:
             return [_Letter(TimePassed())]
-        while not self._inbox.empty():
-            letters.append(self._inbox.get_nowait())
-        return letters
+        return [*letters, *_emptied(self._inbox)]
 
     async def _handle(self, letters: list[_Letter]) -> None:
         announcements: list[Announcement] = []
@@ -302,6 +313,18 @@ class GangDriver:
             await self._inbox.put(_Letter(MemberVanished(incarnation=incarnation, message=error.message)))
 
 
+def _emptied(inbox: asyncio.Queue[_Letter]) -> list[_Letter]:
+    """Everything that waits in it now."""
+    return [inbox.get_nowait() for _ in range(inbox.qsize())]
+
+
+def _driver_ended() -> TransportError:
+    return TransportError(
+        "The coordinator does not look after this run now.",
+        hint="Try again in a moment; if that does not help, its log is in the state folder, under ray/head.",
+    )
+
+
 def _delays() -> Iterator[float]:
     """Endless waits in seconds: doubling up to a limit."""
     delay_s = RETRY_FIRST_S
@@ -311,14 +334,15 @@ def _delays() -> Iterator[float]:
 
 
 async def _insist(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeats the call while what it raises may pass. The caller's cancellation ends it."""
+    """Repeats the call until it succeeds. The caller's cancellation ends it, and a member that is gone."""
     for delay_s in _delays():
         try:
             return await call()
-        except MeshError as error:
-            if not error.retryable:
-                raise
-            _log.warning("trying again in %.1f s: %s", delay_s, error)
+        except MemberGoneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the guard of rule 3
+            may_pass = isinstance(error, MeshError) and error.retryable
+            _log.warning("trying again in %.1f s: %s", delay_s, error, exc_info=None if may_pass else error)
         await asyncio.sleep(delay_s)
     raise AssertionError("the delays are endless")
 

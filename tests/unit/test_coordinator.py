@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from coordinator.core.effects import OrderMember
 from coordinator.core.events import BarrierOpened
 from coordinator.core.gang_state import Gang
 from coordinator.journal import SqlJournal
-from mesh.errors import ConflictError, NotFoundError, StorageError
+from mesh.errors import ConflictError, NotFoundError, StorageError, TransportError
 from mesh.ids import Epoch, Incarnation, Rank, RunName, RunUid, new_token
 from mesh.messages import (
     CauseEvidence,
@@ -276,3 +277,59 @@ async def test_shutdown_cancels_what_runs_and_waits_for_its_fence(bench: Bench) 
 def test_a_record_is_read_back_as_it_was() -> None:
     gang = Gang(uid=RunUid("00000000000000aa"), plan=_plan("x"), created_at=1.5)
     assert Gang.from_record(gang.to_record()) == gang
+
+
+async def test_an_effect_that_fails_in_a_way_nobody_thought_of_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, faults = (
+        bench.fleet.reserve,
+        [RuntimeError("not foreseen"), NotFoundError("never to be retried")],
+    )
+
+    async def reserve_later(*args: Any, **options: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return await reserve(*args, **options)
+
+    monkeypatch.setattr(bench.fleet, "reserve", reserve_later)
+    await bench.submit("stubborn")
+    await bench.until(lambda: len(bench.fleet.orders) == 2)
+
+
+async def test_whoever_waits_for_a_driver_that_ended_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.submit("doomed")
+    driver = next(iter(bench.coordinator._drivers.values()))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of the core")
+
+    monkeypatch.setattr(driver.core, "handle", fail)
+    for _ in range(2):  # while it fails, and afterwards
+        with pytest.raises(TransportError, match="does not look after this run"):
+            await bench.coordinator.cancel("doomed", "")
+
+
+async def test_a_second_delete_leaves_alone_the_next_run_of_that_name(bench: Bench) -> None:
+    await bench.submit("twin")
+    await bench.coordinator.cancel("twin", "")
+    driver = next(iter(bench.coordinator._drivers.values()))
+    await bench.until(lambda: driver.is_finished)
+    delete_run, is_first, may_go_on = bench.journal.delete_run, asyncio.Event(), asyncio.Event()
+
+    async def delete_slowly(uid: RunUid, at: float) -> None:
+        await delete_run(uid, at)
+        if not is_first.is_set():
+            is_first.set()
+            await may_go_on.wait()
+
+    bench.journal.delete_run = delete_slowly  # type: ignore[method-assign]
+    slow = asyncio.create_task(bench.coordinator.delete("twin"))
+    await is_first.wait()
+    await bench.coordinator.delete("twin")
+    await bench.submit("twin")
+    may_go_on.set()
+    await slow
+    assert (await bench.coordinator.get_run("twin"))["status"]["state"] != "Cancelled"
