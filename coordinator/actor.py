@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
 from coordinator.journal import SqlJournal
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
-from mesh.errors import InternalError, MeshError, MeshTimeoutError, TransportError
+from mesh.errors import InternalError, MeshError, MeshTimeoutError, StorageError, TransportError
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
 from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
@@ -30,6 +30,7 @@ from mesh.states import Transport
 
 COORDINATOR_NAME = "coordinator"
 CALL_TIMEOUT_S = 20.0
+START_AGAIN_S = 2.0
 
 _SERVED = frozenset(
     {
@@ -76,7 +77,16 @@ class CoordinatorActor:
         self._started = asyncio.ensure_future(self._start())
 
     async def _start(self) -> None:
-        await self._coordinator.start()
+        """One that Ray restarted has gangs to look after: a journal that cannot be opened now is waited for."""
+        while True:
+            try:
+                await self._coordinator.start()
+                break
+            except StorageError as error:
+                if not ray.get_runtime_context().was_current_actor_reconstructed:
+                    raise  # whoever made the deployment is told
+                _log.error("the journal cannot be read, trying again in %g s: %s", START_AGAIN_S, error)
+            await asyncio.sleep(START_AGAIN_S)
         self._store.start(self._coordinator)
         _log.info("the coordinator serves")
 
@@ -167,6 +177,13 @@ async def _answer(reference: Awaitable[Any], timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await reference
+    except RayTaskError as error:  # it did answer: with a fault of its own, which no waiting mends
+        if isinstance(error.cause, MeshError):
+            raise error.cause from error
+        raise InternalError(
+            f"The coordinator failed on this: {error.cause!r}.",
+            hint="The traceback is in its log, in the state folder under ray/head.",
+        ) from error
     except TimeoutError as error:
         raise MeshTimeoutError("The coordinator did not answer.", timeout_s=timeout_s) from error
     except RayError as error:
