@@ -27,6 +27,7 @@ from mesh.reasons import Reason
 from mesh.store import messages as ms
 from mesh.store.books import ConnectionId, Output
 from mesh.store.limits import StoreLimits
+from mesh.store.local import local_name
 from mesh.store.protocol import ReplyEncoder, RequestMemo, RequestStream
 from mesh.store.state import StoreState
 
@@ -82,6 +83,7 @@ class StoreServer:
         self._port = port
         self._secrets = {ms.Role.ADMIN: admin_secret.encode(), ms.Role.MEMBER: member_secret.encode()}
         self._listener: asyncio.Server | None = None
+        self._local_listener: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._open: set[StoreConnection] = set()
         """Every connection, those that have not said hello as well."""
@@ -107,9 +109,20 @@ class StoreServer:
                 hint="Free the port, or choose another one.",
                 reason=Reason.PORT_TAKEN,
             ) from error
+        await self._listen_locally()
         self._tick()
         _log.info("the rendezvous store %s listens on %s", self.state.instance, self.address)
         return self.address
+
+    async def _listen_locally(self) -> None:
+        """The short way for clients on this machine; without it they take the TCP port."""
+        name = local_name(self.address.host, self.address.port)
+        try:
+            self._local_listener = await asyncio.get_running_loop().create_unix_server(
+                lambda: StoreConnection(self), name, backlog=LISTEN_BACKLOG
+            )
+        except OSError as error:
+            _log.warning("no short way for clients on this machine: %s", error)
 
     async def stop(self, reason: str) -> None:
         """Stops listening, lets what was answered be sent, closes. Idempotent."""
@@ -119,8 +132,9 @@ class StoreServer:
         _log.info("the rendezvous store stops: %s", reason)
         if self._timer is not None:
             self._timer.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._local_listener):
+            if listener is not None:
+                listener.close()
         for connection in list(self._open):
             connection.close()
         if not self._open:

@@ -26,14 +26,17 @@ from mesh.errors import (
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.plan import Endpoint
 from mesh.store import messages as ms
+from mesh.store.local import connect_locally
 from mesh.store.protocol import (
-    OP_OF,
+    VALUE_AT,
     ReplyStream,
     done_frame,
-    encode_fields,
     encode_request,
     error_of,
     number_head,
+    set_frame,
+    set_tail,
+    value_head,
 )
 
 REQUEST_LIMIT_S = 5.0
@@ -46,7 +49,7 @@ _DONE = done_frame(_ID)
 _NUMBER_HEAD = number_head(_ID)
 _NUMBER = struct.Struct(f">{len(_NUMBER_HEAD)}sq")
 _NUMBER_BYTES = _NUMBER.size
-_SET = OP_OF[ms.Set]
+_VALUE_HEAD = value_head(_ID)
 
 R = TypeVar("R")
 
@@ -56,27 +59,26 @@ class BlockingStoreClient:
 
     Args:
         timeout_s: for connecting, and for every request that the store answers at once.
+        prefers_local: take the short way to a store on this machine.
 
     Raises TransportError, AuthenticationError or MeshTimeoutError when there is no such connection to be had.
     """
 
-    def __init__(self, endpoint: Endpoint, *, timeout_s: float = REQUEST_LIMIT_S) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, timeout_s: float = REQUEST_LIMIT_S, prefers_local: bool = True
+    ) -> None:
         self._where = f"{endpoint.host} port {endpoint.port}"
         self._timeout_s = timeout_s
         self._kernel_limit_s = 0.0
         self._frames: dict[tuple[object, ...], bytes] = {}
         self._stream = ReplyStream()
+        self._tails: dict[tuple[object, ...], bytes] = {}
         self._socket: socket.socket | None = None
-        try:
-            self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout=timeout_s)
-        except TimeoutError:
-            raise self._timed_out("Connect", timeout_s) from None
-        except OSError as error:
-            raise TransportError(
-                f"The rendezvous store at {self._where} cannot be reached: {error.strerror or error}."
-            ) from error
+        if prefers_local:
+            self._socket = connect_locally(endpoint.host, endpoint.port)
+        if self._socket is None:
+            self._socket = self._connect(endpoint, timeout_s)
         self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send = self._socket.send
         self._receive = self._socket.recv
         self._limit(timeout_s)
@@ -86,6 +88,18 @@ class BlockingStoreClient:
             self.close()
             raise
         self.instance, self.role = welcome.instance, welcome.role
+
+    def _connect(self, endpoint: Endpoint, timeout_s: float) -> socket.socket:
+        try:
+            connection = socket.create_connection((endpoint.host, endpoint.port), timeout=timeout_s)
+        except TimeoutError:
+            raise self._timed_out("Connect", timeout_s) from None
+        except OSError as error:
+            raise TransportError(
+                f"The rendezvous store at {self._where} cannot be reached: {error.strerror or error}."
+            ) from error
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     @property
     def is_connected(self) -> bool:
@@ -102,11 +116,16 @@ class BlockingStoreClient:
     def get(self, gang: RunUid, epoch: Epoch, key: str) -> bytes:
         """RendezvousError (KeyNotFound) when it is not there."""
         fields = (ms.Get, gang, epoch, key)
-        return self._read(self._exchange(self._frames.get(fields) or self._keep(fields)), ms.Value).value
+        answer = self._exchange(self._frames.get(fields) or self._keep(fields))
+        if answer[4 : VALUE_AT - 1] == _VALUE_HEAD and len(answer) == VALUE_AT + answer[VALUE_AT - 1]:
+            return answer[VALUE_AT:]
+        return self._read(answer, ms.Value).value
 
     def set(self, gang: RunUid, epoch: Epoch, key: str, value: bytes) -> None:
         """Returns when it is set."""
-        answer = self._exchange(encode_fields((_SET, _ID, gang, epoch, key, value)))
+        place = (gang, epoch, key)
+        tail = self._tails.get(place) or self._keep_tail(place)
+        answer = self._exchange(set_frame(_ID, value, tail))
         if answer != _DONE:
             self._read(answer, ms.Done)
 
@@ -192,6 +211,12 @@ class BlockingStoreClient:
         kind, *rest = fields
         frame = self._frames[fields] = encode_request(kind(_ID, *rest))  # type: ignore[operator]
         return frame
+
+    def _keep_tail(self, place: tuple[RunUid, Epoch, str]) -> bytes:
+        if len(self._tails) >= FRAMES_KEPT_MAX:
+            self._tails.clear()
+        tail = self._tails[place] = set_tail(*place)
+        return tail
 
     def _exchange(self, frame: bytes) -> bytes:
         """Sends one frame and returns the first piece of its answer, nearly always all of it."""

@@ -27,6 +27,7 @@ from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
 from mesh.store import messages as ms
+from mesh.store.local import connect_locally
 from mesh.store.protocol import ID_MAX, ReplyStream, encode_request, error_of
 
 REQUEST_LIMIT_S = 5.0
@@ -77,8 +78,9 @@ class StoreClient:
         timeout_s: float = REQUEST_LIMIT_S,
         on_push: Callable[[ms.Push], None] | None = None,
         on_lost: Callable[[MeshError], None] | None = None,
+        prefers_local: bool = True,
     ) -> StoreClient:
-        """Connects and says hello.
+        """Connects and says hello; `prefers_local` takes the short way to a store on this machine.
 
         Raises:
             TransportError: nobody listens there, or the connection broke.
@@ -88,7 +90,7 @@ class StoreClient:
         client = cls(endpoint, on_push=on_push, on_lost=None)
         try:
             async with asyncio.timeout(timeout_s):
-                await client._open()
+                await client._open(prefers_local)
         except TimeoutError:
             client.abort()
             raise MeshTimeoutError(
@@ -202,7 +204,7 @@ class StoreClient:
 
     async def set(self, gang: RunUid, epoch: Epoch, key: str, value: bytes) -> None:
         """Returns when it is set."""
-        await self._ask(ms.Set(0, gang, epoch, key, value), ms.Done)
+        await self._ask(ms.Set(0, value, gang, epoch, key), ms.Done)
 
     async def add(self, gang: RunUid, epoch: Epoch, key: str, amount: int = 1) -> int:
         """The new count."""
@@ -228,11 +230,15 @@ class StoreClient:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
+    async def _open(self, prefers_local: bool) -> None:
         endpoint = self._endpoint
         loop = asyncio.get_running_loop()
+        local = connect_locally(endpoint.host, endpoint.port) if prefers_local else None
         try:
-            await loop.create_connection(lambda: _Wire(self), endpoint.host, endpoint.port)
+            if local is None:
+                await loop.create_connection(lambda: _Wire(self), endpoint.host, endpoint.port)
+            else:
+                await loop.create_unix_connection(lambda: _Wire(self), sock=local)
         except OSError as error:
             raise TransportError(
                 f"The rendezvous store at {endpoint.host} port {endpoint.port} cannot be reached: "

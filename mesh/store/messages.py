@@ -5,7 +5,8 @@ Rules of this file:
    there. Id 0 is the store's own (a refusal of the whole connection).
 2. Requests are named tuples, not frozen dataclasses: one is built per frame, and building it is a
    measurable share of the store's time (see tests/bench/store_bench.py).
-3. Everything under (gang, epoch) has `gang` and `epoch` as its next fields, for the one gate at the store's door.
+3. Everything under (gang, epoch) has the fields `gang` and `epoch`, for the one gate at the store's door. They come
+   next; only in `Set` the value is before them, so that the rest of its frame can be known again (see `protocol`).
 4. Times are durations in seconds; a clock's reading never travels.
 """
 
@@ -157,10 +158,10 @@ class Set(NamedTuple):
     """Answered with Done."""
 
     id: int
+    value: bytes
     gang: RunUid
     epoch: Epoch
     key: str
-    value: bytes
 
 
 class Add(NamedTuple):

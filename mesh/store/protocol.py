@@ -7,8 +7,9 @@ Rules of this file:
 1. What is decoded has been checked: the op is known, there are as many fields as it has, each of its type.
 2. After an error a stream is not read any more.
 3. Frames that come again and again are remembered whole (`RequestMemo`): a member that renews its lease, or counts
-   a key up, sends the same bytes each time when it uses the same id. A secret is never remembered.
-4. Numbers and Dones are built by one `struct` call: they are what a busy store mostly says.
+   a key up, sends the same bytes each time when it uses the same id. Of a Set all that follows the value is
+   remembered. What is found there was checked when it came first. A secret is never remembered.
+4. Done, Number and a short Value are built by one `struct` call: they are what a busy store mostly says.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from mesh.errors import (
     RemoteProtocolError,
     RendezvousError,
 )
+from mesh.ids import Epoch, RunUid
 from mesh.reasons import Reason
 from mesh.store import messages as ms
 from mesh.store.limits import StoreLimits
@@ -61,7 +63,18 @@ _DONE = struct.Struct(">IBBIB")
 """The length 7; an array of 2; a 32-bit id; kind 0, which is Done."""
 _NUMBER = struct.Struct(">IBBIBBq")
 """The length 16; an array of 3; a 32-bit id; kind 1, which is Number; a signed 64-bit value."""
-assert (_REPLY_KIND_OF[ms.Done], _REPLY_KIND_OF[ms.Number]) == (0, 1)
+_VALUE = struct.Struct(">IBBIBBB")
+"""The length; an array of 3; a 32-bit id; kind 2, which is Value; the bytes' head with their length, below 256."""
+VALUE_AT = _VALUE.size
+"""Where the bytes of a short Value begin in its frame."""
+assert (_REPLY_KIND_OF[ms.Done], _REPLY_KIND_OF[ms.Number], _REPLY_KIND_OF[ms.Value]) == (0, 1, 2)
+_SET = struct.Struct(">IBBBBB")
+"""The length; an array of 6; the op; an id below 128; the value's head with its length, below 256."""
+_SET_OP = OP_OF[ms.Set]
+_SET_AT = _SET.size
+_BIN8 = 0xC4
+_SHORT = 256
+_ID_SHORT = 128
 _packer = msgpack.Packer(use_bin_type=True, autoreset=True)
 _pack = _packer.pack
 _unpack = msgpack.unpackb
@@ -79,6 +92,21 @@ def encode_request(request: ms.Request) -> bytes:
     return encode_fields((OP_OF[type(request)], *request))
 
 
+def set_tail(gang: RunUid, epoch: Epoch, key: str) -> bytes:
+    """What follows the value in the frame of every Set of this key."""
+    tail: bytes = encode_fields((gang, epoch, key))[_HEADER_BYTES + 1 :]
+    return tail
+
+
+def set_frame(request_id: int, value: bytes, tail: bytes) -> bytes:
+    """The frame of a Set, by its tail. The same bytes as `encode_request` makes."""
+    size = len(value)
+    if size < _SHORT and request_id < _ID_SHORT:
+        return _SET.pack(5 + size + len(tail), 0x96, _SET_OP, request_id, _BIN8, size) + value + tail
+    body = b"".join((b"\x96", _pack(_SET_OP), _pack(request_id), _pack(value), tail))
+    return _HEADER.pack(len(body)) + body
+
+
 class ReplyEncoder:
     """Replies and pushes as frames. One per server: it keeps the last barrier's answer for all its ranks."""
 
@@ -92,6 +120,9 @@ class ReplyEncoder:
             return _NUMBER.pack(16, 0x93, 0xCE, message[0], 1, 0xD3, message[1])  # type: ignore[misc]
         if kind is ms.Done:
             return _DONE.pack(7, 0x92, 0xCE, message[0], 0)
+        if kind is ms.Value and len(message[1]) < _SHORT:  # type: ignore[misc, arg-type]
+            value: bytes = message[1]  # type: ignore[misc, assignment]
+            return _VALUE.pack(9 + len(value), 0x93, 0xCE, message[0], 2, _BIN8, len(value)) + value
         code = _REPLY_KIND_OF.get(kind)
         if code is None:
             return encode_fields((0, _PUSH_KIND_OF[kind], *message))
@@ -205,11 +236,37 @@ class RequestMemo:
 
     def __init__(self) -> None:
         self.frames: dict[bytes, tuple[ms.Request]] = {}
+        self.tails: dict[bytes, tuple[Any, ...]] = {}
+        """What follows the value in a Set: gang, epoch, key."""
 
     def remember(self, frame: bytes, request: ms.Request) -> None:
-        if len(self.frames) >= MEMO_FRAMES_MAX:
-            self.frames.clear()
-        self.frames[frame] = (request,)
+        if isinstance(request, _REMEMBERED):
+            if len(self.frames) >= MEMO_FRAMES_MAX:
+                self.frames.clear()
+            self.frames[frame] = (request,)
+        elif (
+            isinstance(request, ms.Set)
+            and request.id < _ID_SHORT
+            and frame.startswith(
+                _SET.pack(
+                    len(frame) - _HEADER_BYTES, 0x96, _SET_OP, request.id, _BIN8, len(request.value) % _SHORT
+                )
+            )
+        ):
+            if len(self.tails) >= MEMO_FRAMES_MAX:
+                self.tails.clear()
+            self.tails[frame[_SET_AT + len(request.value) :]] = request[2:]
+
+    def known_set(self, frame: bytes) -> tuple[ms.Request] | None:
+        """A Set that differs from one before only in its value and id."""
+        array, op, identifier, head, size = frame[4:_SET_AT]
+        if array != 0x96 or op != _SET_OP or head != _BIN8 or not 0 < identifier < _ID_SHORT:
+            return None
+        value_end = _SET_AT + size
+        place = self.tails.get(frame[value_end:])
+        if place is None:
+            return None
+        return (_new_tuple(ms.Set, (identifier, frame[_SET_AT:value_end], *place)),)
 
 
 class RequestStream(_FrameStream):
@@ -241,10 +298,13 @@ class RequestStream(_FrameStream):
                 size > _HEADER_BYTES
                 and size - _HEADER_BYTES == _HEADER.unpack_from(data)[0] <= self.bytes_max
             ):
-                request = self._request(data[_HEADER_BYTES:])
-                if memo is not None and size <= MEMO_FRAME_BYTES_MAX and isinstance(request, _REMEMBERED):
-                    memo.remember(data, request)
-                return (request,)
+                if memo is None or not _SET_AT < size <= MEMO_FRAME_BYTES_MAX:
+                    return (self._request(data[_HEADER_BYTES:]),)
+                known = memo.known_set(data)
+                if known is None:
+                    known = (self._request(data[_HEADER_BYTES:]),)
+                    memo.remember(data, known[0])
+                return known
         requests = [self._request(body) for body in self._bodies(data)]
         self._is_plain = not self._buffer
         return requests
@@ -306,6 +366,11 @@ assert len(_PUSHES) <= REFUSED_CODE
 def number_head(request_id: int) -> bytes:
     """What a Number reply to that request begins with; after it come 8 bytes, the value (big-endian, signed)."""
     return _NUMBER.pack(16, 0x93, 0xCE, request_id, 1, 0xD3, 0)[:-8]
+
+
+def value_head(request_id: int) -> bytes:
+    """What a short Value reply to that request has between its length and its size."""
+    return _VALUE.pack(0, 0x93, 0xCE, request_id, 2, _BIN8, 0)[4:-1]
 
 
 def done_frame(request_id: int) -> bytes:

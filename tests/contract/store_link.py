@@ -130,7 +130,10 @@ class _Link:
 class ListeningStore:
     """The real server on a free port of the loopback address."""
 
-    def __init__(self, *, limits: StoreLimits | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, limits: StoreLimits | None = None, prefers_local: bool = True, **options: Any
+    ) -> None:
+        self._prefers_local = prefers_local
         self.server = StoreServer(
             host="127.0.0.1", port=0, admin_secret=ADMIN, member_secret=MEMBER, limits=limits, **options
         )
@@ -146,7 +149,9 @@ class ListeningStore:
         self, role: ms.Role = ms.Role.MEMBER, *, on_push: OnPush | None = None, on_lost: OnLost | None = None
     ) -> StoreClient:
         endpoint = replace(self.endpoint, secret=SECRETS[role])
-        client = await StoreClient.connect(endpoint, on_push=on_push, on_lost=on_lost)
+        client = await StoreClient.connect(
+            endpoint, on_push=on_push, on_lost=on_lost, prefers_local=self._prefers_local
+        )
         self._clients.append(client)
         return client
 

@@ -27,9 +27,13 @@ E1, E2 = Epoch(1), Epoch(2)
 TTL_S, GUARD_S = 0.3, 0.05
 
 
-@pytest.fixture(params=["pure", "server"])
+@pytest.fixture(params=["pure", "over TCP", "on the same machine"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[StoreUnderTest]:
-    found: StoreUnderTest = LinkedStore() if request.param == "pure" else await ListeningStore().start()
+    found: StoreUnderTest
+    if request.param == "pure":
+        found = LinkedStore()
+    else:
+        found = await ListeningStore(prefers_local=request.param != "over TCP").start()
     yield found
     await found.stop()
 

@@ -28,7 +28,7 @@ requests = st.one_of(
     st.builds(ms.GrantLease, ids, uids, epochs, ranks, tokens, durations, durations),
     st.builds(ms.Arrive, ids, uids, epochs, ranks, tokens, texts, values),
     st.builds(ms.Get, ids, uids, epochs, texts),
-    st.builds(ms.Set, ids, uids, epochs, texts, values),
+    st.builds(ms.Set, ids, values, uids, epochs, texts),
     st.builds(ms.Add, ids, uids, epochs, texts, numbers),
     st.builds(ms.Wait, ids, uids, epochs, st.lists(texts, max_size=3).map(tuple)),
     st.builds(ms.CompareAndSet, ids, uids, epochs, texts, st.none() | values, values),

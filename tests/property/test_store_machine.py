@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(place=PLACES, gang=GANGS, epoch=EPOCHS, key=KEYS, value=st.binary(max_size=4))
     def set_key(self, place: int, gang: RunUid, epoch: Epoch, key: str, value: bytes) -> None:
-        self.ask(self.at(place), ms.Set, gang, epoch, key, value)
+        self.ask(self.at(place), ms.Set, value, gang, epoch, key)
 
     @rule(place=PLACES, gang=GANGS, epoch=EPOCHS, key=KEYS)
     def add(self, place: int, gang: RunUid, epoch: Epoch, key: str) -> None:

@@ -51,7 +51,10 @@ class ScriptedStore:
         self._thread.start()
 
     def _serve(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # closed before anybody came
         stream = RequestStream(bytes_max=1 << 20)
         with connection, contextlib.suppress(ConnectionError):
             while data := connection.recv(65536):

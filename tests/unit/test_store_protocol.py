@@ -34,7 +34,7 @@ REQUESTS: list[ms.Request] = [
     ms.Hello(1, "secret", 1), ms.Ping(2), ms.Cancel(3, 2), ms.SetFloor(4, GANG, E1, 2), ms.DropGang(5, GANG),
     ms.CloseBarrier(6, GANG, E1, "start"), ms.Watch(7), ms.Gangs(8), ms.Snapshot(9, GANG),
     ms.GrantLease(10, GANG, E1, R0, TOKEN, 3.0, 0.3), ms.ReleaseLease(11, GANG, E1, R0, TOKEN),
-    ms.Arrive(12, GANG, E1, R0, TOKEN, "start", b"\x00"), ms.Get(13, GANG, E1, "k"), ms.Set(14, GANG, E1, "k", b""),
+    ms.Arrive(12, GANG, E1, R0, TOKEN, "start", b"\x00"), ms.Get(13, GANG, E1, "k"), ms.Set(14, b"", GANG, E1, "k"),
     ms.Add(15, GANG, E1, "k", -(2**63)), ms.Wait(16, GANG, E1, ("a", "b")),
     ms.CompareAndSet(17, GANG, E1, "k", None, b"v"), ms.Delete(18, GANG, E1, "k"),
 ]  # fmt: skip
@@ -113,7 +113,8 @@ def test_two_barriers_answers_are_not_mixed_up() -> None:
         [12, 1, GANG, E1],
         [12, 1, GANG, "1", "k"],
         [12, 1, b"g", E1, "k"],
-        [13, 1, GANG, E1, "k", "text"],
+        [13, 1, "text", GANG, E1, "k"],
+        [13, 1, b"v", GANG, E1],
         [14, 1, GANG, E1, "k", 1.5],
         [15, 1, GANG, E1, "k"],
         [15, 1, GANG, E1, ["k", 1]],
@@ -146,7 +147,7 @@ def test_a_secret_is_never_remembered() -> None:
     memo = RequestMemo()
     stream = RequestStream(bytes_max=100, memo=memo)
     stream.feed(encode_request(ms.Hello(1, "secret", 1)))
-    stream.feed(encode_request(ms.Set(1, GANG, E1, "k", b"v")))
+    stream.feed(encode_request(ms.Set(1, b"v", GANG, E1, "k")))
     stream.feed(encode_request(ms.Get(1, GANG, E1, "k")))
     assert [type(request) for (request,) in memo.frames.values()] == [ms.Get]
 

@@ -293,13 +293,13 @@ def test_each_limit_refuses_by_its_name_and_leaves_things_as_they_are() -> None:
         keys_per_wait_max=2, waiters_max=1, barriers_per_gang_max=1, payload_bytes_max=4, tokens_per_rank_max=1,
     )  # fmt: skip
     store.lease(FIRST, 0)
-    store.ask(FIRST, ms.Set, GANG, E1, "one", b"x" * 10)
+    store.ask(FIRST, ms.Set, b"x" * 10, GANG, E1, "one")
     refusals = {
         "gangs": (ADMIN, ms.SetFloor, RunUid("other"), E1, 1),
         "characters in a gang's name": (ADMIN, ms.SetFloor, RunUid("g" * 21), E1, 1),
-        "bytes in one value": (FIRST, ms.Set, GANG, E1, "two", b"x" * 11),
-        "bytes in all values": (FIRST, ms.Set, GANG, E1, "two", b"x" * 6),
-        "characters in a key": (FIRST, ms.Set, GANG, E1, "k" * 21, b""),
+        "bytes in one value": (FIRST, ms.Set, b"x" * 11, GANG, E1, "two"),
+        "bytes in all values": (FIRST, ms.Set, b"x" * 6, GANG, E1, "two"),
+        "characters in a key": (FIRST, ms.Set, b"", GANG, E1, "k" * 21),
         "keys in one wait": (FIRST, ms.Wait, GANG, E1, ("a", "b", "c")),
         "characters in a token": (
             SECOND, ms.GrantLease, GANG, E1, Rank(1), IncarnationToken("t" * 21), TTL_S, GUARD_S,
@@ -322,7 +322,7 @@ def test_each_limit_refuses_by_its_name_and_leaves_things_as_they_are() -> None:
 
 def test_limits_on_counts_refuse_the_one_too_many() -> None:
     store = Store(keys_per_gang_max=1, waiters_max=1, barriers_per_gang_max=1, tokens_per_rank_max=1)
-    store.ask(FIRST, ms.Set, GANG, E1, "one", b"")
+    store.ask(FIRST, ms.Set, b"", GANG, E1, "one")
     for refused in (
         store.ask(FIRST, ms.Add, GANG, E1, "two", 1),
         store.ask(FIRST, ms.CompareAndSet, GANG, E1, "two", None, b""),
@@ -365,12 +365,12 @@ def test_numbers_of_any_size_are_refused_where_they_make_no_sense(number: int) -
 def test_bytes_are_given_back_when_a_value_shrinks_or_goes() -> None:
     store = Store()
     held = store.state.books.gangs[GANG]
-    store.ask(FIRST, ms.Set, GANG, E1, "key", b"12345")
-    store.ask(FIRST, ms.Set, GANG, E1, "key", b"12")
+    store.ask(FIRST, ms.Set, b"12345", GANG, E1, "key")
+    store.ask(FIRST, ms.Set, b"12", GANG, E1, "key")
     assert held.bytes_held == 2
     store.ask(FIRST, ms.Add, GANG, E1, "key", 1)
     assert held.bytes_held == 0
-    store.ask(FIRST, ms.Set, GANG, E1, "key", b"12")
+    store.ask(FIRST, ms.Set, b"12", GANG, E1, "key")
     store.ask(FIRST, ms.Delete, GANG, E1, "key")
     assert held.bytes_held == 0
 
