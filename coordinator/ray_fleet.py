@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. All of Ray's untyped surface that the coordinator uses is here and in `coordinator.actor`.
-2. Ray's calls block: each runs in a thread, and a reservation's creation is never cut in half by a
-   cancellation (`release` waits for it).
+2. Ray's calls block: each runs in a thread (`_ray`, which makes Ray's errors ours), and a reservation's creation is
+   never cut in half by a cancellation (`release` waits for it).
 3. Placement groups return bundle by bundle after a node's death; nothing here relies on that: a
    reservation lives for one assembly, and the core decides when it is given back.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
@@ -43,10 +43,13 @@ from mesh.messages import FenceOrder, JoinOrder
 
 MEMBER_CALL_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
+FORGET_TIMEOUT_S = 10.0
 REMOVAL_POLL_S = 0.02
 REMOVAL_TIMEOUT_S = 30.0
 WAITING_NOTICE_S = 1
 """How long a reservation may take before its run says why it waits (whole seconds: Ray takes no less)."""
+
+T = TypeVar("T")
 
 _WORDS = re.compile(r"\d+|\D+")
 _log = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class RayFleet:
         self._creating: dict[_Key, asyncio.Task[PlacementGroup]] = {}
 
     async def machines(self) -> list[MachineFacts]:
-        nodes = await asyncio.to_thread(ray.nodes)
+        nodes = await _ray(ray.nodes)
         return [_facts(node) for node in nodes if MACHINE_LABEL in node.get("Labels", {})]
 
     # ---- reservations -----------------------------------------------------------------------------
@@ -99,17 +102,17 @@ class RayFleet:
         key = _Key(uid, reservation)
         creation = self._creating.get(key)
         if creation is None:
-            creation = asyncio.create_task(asyncio.to_thread(_find_or_create_group, key, shape))
+            creation = asyncio.create_task(_ray(_find_or_create_group, key, shape))
             self._creating[key] = creation
             creation.add_done_callback(lambda _: self._creating.pop(key, None))
         group = await asyncio.shield(creation)
-        while not await asyncio.to_thread(group.wait, WAITING_NOTICE_S):
+        while not await _ray(group.wait, WAITING_NOTICE_S):
             on_waiting(why_waiting(shape, await self.machines(), self._used_by()))
         return await self._placements(group)
 
     async def _placements(self, group: PlacementGroup) -> tuple[Placement, ...]:
         """In the order of the machines' names, numbers in them counted as numbers."""
-        bundles = await asyncio.to_thread(_bundles, group)
+        bundles = await _ray(_bundles, group)
         ordered = sorted(
             bundles, key=lambda name: [int(n) if n.isdigit() else n for n in _WORDS.findall(name)]
         )
@@ -120,13 +123,13 @@ class RayFleet:
         creation = self._creating.get(key)
         if creation is not None:
             await asyncio.wait([creation])
-        group = await asyncio.to_thread(_find_group, key)
+        group = await _ray(_find_group, key)
         if group is None:
             return
-        await asyncio.to_thread(remove_placement_group, group)
+        await _ray(remove_placement_group, group)
         try:
             async with asyncio.timeout(REMOVAL_TIMEOUT_S):
-                while not await asyncio.to_thread(_is_removed, group):  # noqa: ASYNC110 - Ray cannot wait
+                while not await _ray(_is_removed, group):  # noqa: ASYNC110 - Ray cannot wait
                     await asyncio.sleep(REMOVAL_POLL_S)
         except TimeoutError:
             raise MeshTimeoutError(
@@ -137,10 +140,10 @@ class RayFleet:
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         incarnation = order.incarnation
-        group = await asyncio.to_thread(_find_group, _Key(incarnation.run_uid, reservation))
+        group = await _ray(_find_group, _Key(incarnation.run_uid, reservation))
         if group is None:
             raise MemberGoneError(f"The reservation of {order.machine} is gone.")
-        handle = await asyncio.to_thread(self._create_member, order, group)
+        handle = await _ray(self._create_member, order, group)
         await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
 
     def _create_member(self, order: JoinOrder, group: PlacementGroup) -> Any:
@@ -179,11 +182,11 @@ class RayFleet:
                 await handle.leave.remote()
         except (TimeoutError, RayError) as error:
             _log.info("rank %s did not leave by itself: %s", incarnation.rank, type(error).__name__)
-        await asyncio.to_thread(_kill, handle)
+        await _ray(_kill, handle)
 
     async def forget_run(self, uid: RunUid) -> None:
         machines_dir = str(self._member_config["machines_dir"])
-        nodes = await asyncio.to_thread(ray.nodes)
+        nodes = await _ray(ray.nodes)
         task: Any = ray.remote(num_cpus=0, max_retries=0)(_remove_run)
         removals = [
             task.options(
@@ -192,15 +195,31 @@ class RayFleet:
             for node in nodes
             if node["Alive"] and MACHINE_LABEL in node["Labels"]
         ]
-        for outcome in await asyncio.gather(*removals, return_exceptions=True):
+        outcomes = await asyncio.gather(*map(_removed_in_time, removals), return_exceptions=True)
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                _log.warning("what run %s kept on a machine may still be there: %s", uid, outcome)
+                _log.warning("what run %s kept on a machine may still be there: %r", uid, outcome)
 
     async def _member(self, incarnation: Incarnation) -> Any:
         try:
-            return await asyncio.to_thread(ray.get_actor, _actor_name(incarnation), self._namespace)
+            return await _ray(ray.get_actor, _actor_name(incarnation), self._namespace)
         except ValueError:
             raise MemberGoneError(f"There is no actor for rank {incarnation.rank}.") from None
+
+
+async def _removed_in_time(removal: Awaitable[None]) -> None:
+    async with asyncio.timeout(FORGET_TIMEOUT_S):
+        await removal
+
+
+async def _ray(call: Callable[..., T], *arguments: Any) -> T:
+    """A blocking call into Ray. What Ray cannot do now may be asked again. ValueError: no such thing."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except ValueError:
+        raise
+    except (RayError, RuntimeError, OSError) as error:
+        raise TransportError(f"Ray cannot be asked now: {error}.") from error
 
 
 def _remove_run(machines_dir: str, machine: str, uid: RunUid) -> None:
