@@ -1,4 +1,4 @@
-"""Facts of this machine: its address towards the peers, the interface that has it, a free port, versions.
+"""Facts of this machine: the interface that has an address, a free port, versions.
 
 Rules of this file:
 1. No host names and no DNS: addresses come from sockets and interfaces (a host name may resolve to loopback,
@@ -30,25 +30,6 @@ MASTER_PORT_LAST = 29599
 """Other choices lie below the kernel's ephemeral range (32768 on), so no connection takes them by chance."""
 VERSIONED_PACKAGES = ("torch",)
 """What must agree between the ranks of a gang and can be told without importing it."""
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's own address on the route to `host`. Nothing is sent.
-
-    Raises:
-        PlacementError: there is no route to it.
-    """
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise PlacementError(
-            f"This machine has no route to {host}: {error}.", reason=Reason.UNREACHABLE, host=host
-        ) from error
 
 
 def interface_for(address: str) -> str | None:

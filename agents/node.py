@@ -17,11 +17,16 @@ from ray.exceptions import RayError
 from agents.launcher.actor import RayLauncher
 from agents.member import Member, MemberConfig
 from mesh.errors import TransportError
-from mesh.messages import FenceOrder, JoinOrder, MemberReport, MemberStatus
+from mesh.messages import (
+    COORDINATOR_NAME,
+    RAY_NAMESPACE,
+    FenceOrder,
+    JoinOrder,
+    MemberReport,
+    MemberStatus,
+)
 
 CONCURRENT_CALLS_MAX = 32
-NAMESPACE = "gangmesh"
-COORDINATOR = "coordinator"
 
 
 class MemberNodeActor:
@@ -35,7 +40,7 @@ class MemberNodeActor:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._coordinator = _Coordinator(namespace=config.get("namespace", NAMESPACE))
+        self._coordinator = _Coordinator(namespace=config.get("namespace", RAY_NAMESPACE))
         self._member = Member(
             MemberConfig(
                 address=config.get("address") or ray.util.get_node_ip_address(),
@@ -81,7 +86,9 @@ class _Coordinator:
         """True when it was taken. Raises TransportError when the coordinator cannot be reached now."""
         try:
             if self._handle is None:
-                self._handle = await asyncio.to_thread(ray.get_actor, COORDINATOR, namespace=self._namespace)
+                self._handle = await asyncio.to_thread(
+                    ray.get_actor, COORDINATOR_NAME, namespace=self._namespace
+                )
             return bool(await self._handle.report.remote(report))
         except (RayError, ValueError) as error:
             self._handle = None

@@ -23,12 +23,11 @@ from coordinator.journal import SqlJournal
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
 from mesh.errors import InternalError, MeshError, MeshTimeoutError, StorageError, TransportError
-from mesh.messages import JoinOrder, MemberReport
+from mesh.messages import COORDINATOR_NAME, JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
 from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
 from mesh.states import Transport
 
-COORDINATOR_NAME = "coordinator"
 CALL_TIMEOUT_S = 20.0
 START_AGAIN_S = 2.0
 

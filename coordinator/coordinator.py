@@ -32,6 +32,7 @@ from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
+from mesh.selectors import JOB_LABEL
 from mesh.states import RunState
 
 RUNS_MAX = 10_000
@@ -315,7 +316,7 @@ class Coordinator:
 
     def _run_labels(self, driver: GangDriver) -> dict[str, str]:
         plan = driver.core.gang.plan
-        return {view.JOB_LABEL: plan.name, **dict(plan.labels)}
+        return {JOB_LABEL: plan.name, **dict(plan.labels)}
 
     def _storage_trouble(self) -> str | None:
         return next((d.storage_trouble for d in self._drivers.values() if d.storage_trouble), None)

@@ -108,8 +108,3 @@ def why_waiting(shape: Shape, machines: list[MachineFacts], used_by: dict[str, s
         parts.append(f"{facts.name} {lack}")
     there = "; ".join(parts) if parts else "the deployment has no machines"
     return f"Waiting for {wanted}, all at once: {there}."
-
-
-def free_machines(shape: Shape, machines: list[MachineFacts]) -> list[MachineFacts]:
-    """Machines that could serve a member of this shape, whoever uses them now."""
-    return [m for m in machines if matches(m, shape) is None]

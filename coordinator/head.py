@@ -29,7 +29,7 @@ from typing import Any
 
 from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
-from coordinator.head_parts import NAMESPACE, HeadActors, HeadLogs, StoppableService
+from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
 from coordinator.listen import url_of
 from coordinator.providers.local import WORKERS_READY, LocalProvider
 from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
@@ -37,6 +37,7 @@ from coordinator.warm_workers import WorkerWarmth
 from mesh import __version__
 from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record
 from mesh.errors import InternalError, MeshError
+from mesh.messages import RAY_NAMESPACE
 from mesh.resources import Machine
 
 RUNS_STOP_LIMIT_S = 45.0
@@ -203,7 +204,7 @@ class Head:
             "member": {
                 "machines_dir": str(self._state.machines),
                 "environment": dict(self._settings.user_environment),
-                "namespace": NAMESPACE,
+                "namespace": RAY_NAMESPACE,
             },
             "deployment": {
                 "version": __version__,
@@ -357,7 +358,7 @@ def _connect(address: str) -> None:
 
     ray.init(
         address=address,
-        namespace=NAMESPACE,
+        namespace=RAY_NAMESPACE,
         log_to_driver=False,
         logging_level=logging.WARNING,
         configure_logging=False,

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from coordinator.api.service import CoordinatorService, LogReader
 from coordinator.ray_commands import HEAD_RESOURCE, NODE_ADDRESS
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
+from mesh.messages import RAY_NAMESPACE
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
 from mesh.states import RunState
 
-NAMESPACE = "gangmesh"
 STORE_NAME = "store"
 STORE_PORTS = range(20000, 29000)
 """Below the kernel's ephemeral range, so that no outgoing connection takes the port while the store is restarted."""
@@ -118,7 +118,7 @@ class RayActors:
                 create_coordinator,
                 {
                     **config,
-                    "namespace": NAMESPACE,
+                    "namespace": RAY_NAMESPACE,
                     "store_admin": Endpoint(host=NODE_ADDRESS, port=port, secret=admin),
                     "store_member": Endpoint(host=NODE_ADDRESS, port=port, secret=member),
                 },
@@ -153,7 +153,7 @@ def _create_store(port: int, admin: str, member: str) -> Any:
         ray.remote(RendezvousStore)
         .options(
             name=STORE_NAME,
-            namespace=NAMESPACE,
+            namespace=RAY_NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,

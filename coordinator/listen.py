@@ -9,7 +9,6 @@ import socket
 from mesh.errors import DeploymentError, SpecError
 from mesh.reasons import Reason
 
-LISTEN_DEFAULT = "127.0.0.1:0"
 BACKLOG = 256
 
 

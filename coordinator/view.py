@@ -9,10 +9,8 @@ from coordinator.journal import EventRow
 from mesh.ids import RunUid
 from mesh.messages import ProcessExit
 from mesh.resources import Attempt, Cause, Condition, Event, ProcessEnd, RankStatus, Run
+from mesh.selectors import JOB_LABEL, RANK_LABEL
 from mesh.states import RunState
-
-JOB_LABEL = "nodus.dev/job"
-RANK_LABEL = "nodus.dev/rank"
 
 CANCELLED_EXIT_CODE = 130
 """What a shell reports for a command that was interrupted."""

@@ -62,13 +62,12 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mesh.ids import Incarnation
 from mesh.plan import RunPlan
 from mesh.states import LauncherKind, Transport
 
-MASTER_PORT_DEFAULT = 29500
 NODE_IPS_SEPARATOR = ","
 TORCHRUN_SHUTDOWN_TIMEOUT_S = 30
 """torchrun's own default (torch 2.13, `launcher/api.py`)."""
@@ -83,11 +82,6 @@ SUPPORTED_LAUNCHERS = frozenset({LauncherKind.PLAIN, LauncherKind.TORCHRUN})
 def is_reserved(name: str) -> bool:
     """True for a variable that the user may not set because every rank is given it."""
     return name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES)
-
-
-def reserved_among(names: Iterable[str]) -> list[str]:
-    """Every reserved name, in the order given."""
-    return [name for name in names if is_reserved(name)]
 
 
 def rank_environment(

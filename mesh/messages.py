@@ -22,6 +22,10 @@ LEASE_TTL_S = 3.0
 LEASE_GUARD_S = 0.3
 HEARTBEAT_S = 0.5
 
+RAY_NAMESPACE = "gangmesh"
+COORDINATOR_NAME = "coordinator"
+"""Under which name, in that namespace, members find the coordinator's actor wherever it runs now."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOrder:

@@ -28,16 +28,6 @@ def test_an_address_that_is_not_ours_has_no_interface() -> None:
     assert machine.interface_for("203.0.113.7") is None
 
 
-def test_the_address_towards_loopback_is_loopback() -> None:
-    assert machine.address_towards("127.0.0.9", 1) == "127.0.0.1"
-
-
-def test_a_place_without_a_route_is_said_to_be_one() -> None:
-    with pytest.raises(PlacementError) as caught:
-        machine.address_towards("no numeric address", 1)
-    assert caught.value.reason is Reason.UNREACHABLE
-
-
 def test_two_runs_that_ask_at_once_get_two_ports(port: int) -> None:
     first = machine.reserve_port(wanted=port, last=port + 20)
     second = machine.reserve_port(wanted=port, last=port + 20)
