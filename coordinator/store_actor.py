@@ -266,14 +266,18 @@ class StoreConnection(asyncio.Protocol):
             return
         if number is None:
             self._on_first(requests)
-        elif len(requests) == 1:  # what nearly always happens, in as few steps as possible
-            outputs = self._handle(requests[0], number, self._clock())
-            if len(outputs) == 1 and outputs[0][0] == number:
-                self._write(self._encode(outputs[0][1]))
-            else:
-                self._server.deliver(outputs)
-        else:
+            return
+        if len(requests) != 1:
             self._on_many(requests)
+            return
+        # What nearly always happens, in as few steps as possible.
+        outputs = self._handle(requests[0], number, self._clock())
+        if len(outputs) == 1:
+            ((target, message),) = outputs
+            if target == number:
+                self._write(self._encode(message))
+                return
+        self._server.deliver(outputs)
 
     def pause_writing(self) -> None:
         self._paused_at = self._clock()

@@ -161,8 +161,8 @@ class _FrameStream:
         """How many frames have come in more than one piece so far: tells one half frame from the next."""
         self._buffer = bytearray()
         self._is_broken = False
-        self._is_plain = True
-        """Nothing waits, and nothing went wrong."""
+        self.is_plain = True
+        """Nothing waits, and nothing went wrong: the next piece begins with a frame."""
 
     @property
     def is_partial(self) -> bool:
@@ -208,7 +208,7 @@ class _FrameStream:
 
     def _broken(self, message: str) -> RemoteProtocolError:
         self._is_broken = True
-        self._is_plain = False
+        self.is_plain = False
         self._buffer.clear()
         return RemoteProtocolError(message)
 
@@ -259,12 +259,12 @@ class RequestMemo:
 
     def known_set(self, frame: bytes) -> tuple[ms.Request] | None:
         """A Set that differs from one before only in its value and id."""
-        array, op, identifier, head, size = frame[4:_SET_AT]
-        if array != 0x96 or op != _SET_OP or head != _BIN8 or not 0 < identifier < _ID_SHORT:
-            return None
-        value_end = _SET_AT + size
+        value_end = _SET_AT + frame[_SET_AT - 1]
         place = self.tails.get(frame[value_end:])
-        if place is None:
+        if place is None or frame[4] != 0x96 or frame[5] != _SET_OP or frame[7] != _BIN8:
+            return None
+        identifier = frame[6]
+        if not 0 < identifier < _ID_SHORT:
             return None
         return (_new_tuple(ms.Set, (identifier, frame[_SET_AT:value_end], *place)),)
 
@@ -287,26 +287,27 @@ class RequestStream(_FrameStream):
         Nearly every piece is one frame, known or not: that is decided here in as few steps as possible. Whatever is
         not plainly right goes the long way, which says what is wrong.
         """
-        if self._is_plain:
+        if self.is_plain:
             memo = self.memo
             size = len(data)
-            if memo is not None and size <= MEMO_FRAME_BYTES_MAX:
-                known = memo.frames.get(data)
+            is_small = memo is not None and _SET_AT < size <= MEMO_FRAME_BYTES_MAX
+            if is_small and data[5] != _SET_OP:
+                known = memo.frames.get(data)  # type: ignore[union-attr]
                 if known is not None:
                     return known
             if (
                 size > _HEADER_BYTES
                 and size - _HEADER_BYTES == _HEADER.unpack_from(data)[0] <= self.bytes_max
             ):
-                if memo is None or not _SET_AT < size <= MEMO_FRAME_BYTES_MAX:
+                if not is_small:
                     return (self._request(data[_HEADER_BYTES:]),)
-                known = memo.known_set(data)
+                known = memo.known_set(data)  # type: ignore[union-attr]
                 if known is None:
                     known = (self._request(data[_HEADER_BYTES:]),)
-                    memo.remember(data, known[0])
+                    memo.remember(data, known[0])  # type: ignore[union-attr]
                 return known
         requests = [self._request(body) for body in self._bodies(data)]
-        self._is_plain = not self._buffer
+        self.is_plain = not self._buffer
         return requests
 
     def _request(self, body: bytes) -> ms.Request:
