@@ -9,6 +9,9 @@ Rules of this file:
 1. Nothing here runs the user's code, and nothing talks to another machine.
 2. What the machine cannot do (full, not writable, no free port) is a MeshError with the reason a user reads.
 3. Blocking: call it in a thread.
+4. An incarnation is prepared once on its machine. Its actor may have died after the barrier opened, and a coordinator
+   that was away meanwhile orders it again: the store lets it pass as long as its lease is not over, and a second
+   command would start beside the first. So what is left of the first is ended, and this one takes no part.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents import machine
+from agents import machine, process_tree
 from agents.core.events import Arrival
-from mesh.errors import StorageError
+from mesh.errors import ConflictError, StorageError
 from mesh.ids import Incarnation, RunUid
 from mesh.reasons import Reason
 
@@ -70,10 +73,17 @@ def prepare(incarnation: Incarnation, *, machine_dir: Path, address: str) -> Pre
     """Makes the folders and, on rank 0, reserves the rendezvous port.
 
     Raises:
+        ConflictError: this incarnation was prepared here before (rule 4).
         StorageError: the folders cannot be made.
         PlacementError: no port is free.
     """
     folders = Folders.of(incarnation, machine_dir=machine_dir)
+    if folders.life.exists():
+        process_tree.kill_incarnation(str(incarnation))
+        raise ConflictError(
+            f"Rank {incarnation.rank} has begun on this machine before, and its agent has died since.",
+            reason=Reason.PREPARATION_FAILED,
+        )
     for folder in (folders.state, folders.life, folders.spool):
         _make(folder)
     port = machine.reserve_port() if incarnation.rank == 0 else None
