@@ -313,6 +313,7 @@ def _failure_record(failure: Failure) -> dict[str, Any]:
             "message": evidence.message,
             "blames_peer": evidence.blames_peer,
             "hint": evidence.hint,
+            "by_infrastructure": evidence.by_infrastructure,
         },
         "last_lines": list(failure.last_lines),
     }
