@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,9 @@ import uvloop
 from coordinator.store_actor import StoreServer
 from mesh.errors import AuthenticationError, DeploymentError, RendezvousError, TransportError
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
+from mesh.plan import Endpoint
 from mesh.reasons import Reason
+from mesh.store import local
 from mesh.store import messages as ms
 from mesh.store.client import StoreClient
 from mesh.store.limits import StoreLimits
@@ -264,6 +267,62 @@ async def test_a_watcher_that_does_not_read_is_cut_and_resyncs_by_snapshot(start
     await store.until(lambda: not store.server.state.books.watchers)
     slow.close()
     assert (await admin.snapshot(GANG)).epoch == epoch
+
+
+# ---- the short way ------------------------------------------------------------------------------------
+
+
+def family(store: ListeningStore) -> int:
+    """Of the one connection that has said hello."""
+    (connection,) = store.server.connections.values()
+    family: int = connection._transport.get_extra_info("socket").family
+    return family
+
+
+async def test_a_client_on_the_stores_machine_takes_the_short_way(start: Starter) -> None:
+    store = await start()
+    client = await store.connect()
+    assert family(store) == socket.AF_UNIX
+    await client.ping()
+
+
+async def test_a_client_does_not_say_its_secret_to_a_stranger_who_took_the_name(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await start()
+    monkeypatch.setattr(local, "_listener_uid", lambda _: 65534)
+    client = await store.connect()
+    assert family(store) == socket.AF_INET
+    await client.ping()
+
+
+async def test_the_kernel_says_who_listens() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(local.local_name("127.0.0.1", 1))
+        listener.listen()
+        connection = local.connect_locally("127.0.0.1", 1)
+        assert connection is not None
+        assert local._listener_uid(connection) == os.geteuid()
+        connection.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "a.name", ""])
+def test_where_nobody_listens_locally_there_is_no_short_way(host: str) -> None:
+    assert local.connect_locally(host, 2) is None
+
+
+async def test_a_store_whose_short_way_is_taken_serves_over_tcp(start: Starter) -> None:
+    port = socket.create_server(("127.0.0.1", 0))
+    number = port.getsockname()[1]
+    port.close()
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(local.local_name("127.0.0.1", number))
+        server = StoreServer(host="127.0.0.1", port=number, admin_secret=ADMIN, member_secret=MEMBER)
+        address = await server.start()
+        client = await StoreClient.connect(Endpoint(host="127.0.0.1", port=address.port, secret=MEMBER))
+        await client.ping()
+        await client.close()
+        await server.stop("done")
 
 
 # ---- start and stop -----------------------------------------------------------------------------------
