@@ -60,7 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--db",
         metavar="URL",
-        help="the journal's database, sqlite or postgresql (default: journal.db in the state folder)",
+        help="the journal's database, sqlite or postgresql (default: $GANGMESH_DB, where others cannot read a "
+        "password, else journal.db in the state folder)",
     )
     serve.add_argument(
         "--ready-fd",
@@ -142,6 +143,7 @@ def _serve_claimed(
     from coordinator.child import become_subreaper
     from coordinator.deployment import MACHINES_MAX, GpuShape
     from coordinator.listen import bind, parse_listen, url_of
+    from mesh.deployment import DB_VARIABLE
     from mesh.errors import SpecError
 
     if not 1 <= options.machines <= MACHINES_MAX:
@@ -179,7 +181,7 @@ def _serve_claimed(
     settings = HeadSettings(
         machines=options.machines,
         gpu=gpu,
-        db=options.db,
+        db=options.db or original.get(DB_VARIABLE),
         user_environment=ray_environment.user_environment(original, source=source),
         ray_environment=clean,
     )

@@ -15,7 +15,7 @@ from coordinator.ray_commands import RAY_SETTINGS
 
 KEPT_VARIABLES = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER"})
 KEPT_PREFIXES = ("GANGMESH_", "LC_")
-NEVER_KEPT = frozenset({"GANGMESH_TOKEN", "GANGMESH_URL"})
+NEVER_KEPT = frozenset({"GANGMESH_TOKEN", "GANGMESH_URL", "GANGMESH_DB"})
 _INSTALLED = ("site-packages", "dist-packages")
 
 

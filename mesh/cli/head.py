@@ -4,7 +4,9 @@ Rules of this file:
 1. The head is a daemon: a session of its own, no terminal, its output in `head.log`. It outlives the client.
 2. One client at a time starts or stops a deployment of a state folder (`starting.lock`); others wait for it
    and find its deployment running. The head's own `lock` is what keeps two heads apart.
-3. A process is signalled through a pidfd whose start time was checked, never by a number that may have been
+3. What may hold a password (the journal's URL) goes to the head in its environment: everybody on the host can read
+   arguments.
+4. A process is signalled through a pidfd whose start time was checked, never by a number that may have been
    reused.
 """
 
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh.deployment import STATE_VARIABLE, DeploymentRecord, live_record, read_record
+from mesh.deployment import DB_VARIABLE, STATE_VARIABLE, DeploymentRecord, live_record, read_record
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
 from mesh.reasons import Reason
 
@@ -53,7 +55,7 @@ class HeadOptions:
     db: str | None = None
 
     def arguments(self, ready_fd: int) -> list[str]:
-        given = {"--gpu": self.gpu, "--listen": self.listen, "--db": self.db}
+        given = {"--gpu": self.gpu, "--listen": self.listen}
         rest = [part for flag, value in given.items() if value is not None for part in (flag, value)]
         return [
             *("serve", "--state", str(self.state), "--machines", str(self.machines)),
@@ -154,7 +156,7 @@ def _spawn(options: HeadOptions, ready_fd: int) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             cwd=options.state,
-            env=_environment(),
+            env=head_environment(options),
             pass_fds=(ready_fd,),
             start_new_session=True,
         )
@@ -162,9 +164,11 @@ def _spawn(options: HeadOptions, ready_fd: int) -> subprocess.Popen[bytes]:
         os.close(log)
 
 
-def _environment() -> dict[str, str]:
+def head_environment(options: HeadOptions) -> dict[str, str]:
     """Ours, so that the head imports the same packages as this client, installed or not."""
     environment = dict(os.environ)
+    if options.db is not None:
+        environment[DB_VARIABLE] = options.db
     source = Path(__file__).resolve().parents[2]
     if source.name not in ("site-packages", "dist-packages"):
         known = environment.get("PYTHONPATH")

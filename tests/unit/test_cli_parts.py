@@ -15,6 +15,7 @@ import pytest
 from mesh.cli.attend import StoryTeller, summary_of
 from mesh.cli.dry_run import print_dry_run
 from mesh.cli.exit_codes import ExitCode, code_of_error, code_of_run
+from mesh.cli.head import HeadOptions, head_environment
 from mesh.cli.job_input import PASSED_ON, as_submitted, read_job
 from mesh.cli.log_view import LogView, OutputPump
 from mesh.cli.options import OutputFormat
@@ -318,3 +319,9 @@ def test_nothing_heavy_is_imported_before_it_is_needed(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     allowed = {"asyncio"} if module == "mesh.cli.app" else set()
     assert set(done.stdout.split()) <= allowed
+
+
+def test_a_password_in_the_journals_url_is_no_argument_of_the_head(tmp_path: Path) -> None:
+    options = HeadOptions(state=tmp_path, machines=2, listen="127.0.0.1:0", db="postgresql://me:secret@db/j")
+    assert not any("secret" in argument for argument in options.arguments(3))
+    assert head_environment(options)["GANGMESH_DB"] == "postgresql://me:secret@db/j"
