@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agents.core import events as ev
 from agents.launcher.base import LaunchSpec
-from agents.launcher.launcher import Launcher
+from agents.launcher.launcher import Launcher, own_this_process
 from mesh.errors import TransportError
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class LauncherActor:
     """See `Launcher`."""
 
     def __init__(self) -> None:
-        self._launcher = Launcher()
+        self._launcher = Launcher(owns_process=own_this_process())
 
     async def warm(self) -> None:
         await self._launcher.warm()

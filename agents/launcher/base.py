@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,10 +75,17 @@ def strategy_for(kind: LauncherKind) -> LauncherStrategy:
 
 
 class SupervisedCommand:
-    """One command under one supervisor. Make it, `start` it, read `next_event` to the end, `close` it."""
+    """One command under one supervisor. Make it, `start` it, read `next_event` to the end, `close` it.
 
-    def __init__(self, spec: LaunchSpec) -> None:
+    Args:
+        spec: what to start.
+        owns_process: this process is the reaper of its orphans and has no other children. What a dead supervisor
+            leaves then comes to us, whatever it did to hide where it is from, and is ended with the rest.
+    """
+
+    def __init__(self, spec: LaunchSpec, *, owns_process: bool = False) -> None:
         self._spec = spec
+        self._owns_process = owns_process
         self._strategy = strategy_for(spec.launcher)
         self._events: asyncio.Queue[ev.MemberEvent] = asyncio.Queue()
         self._process: LineProcess | None = None
@@ -160,6 +168,8 @@ class SupervisedCommand:
             await process.close()
         if self._reader is not None:
             await self._reader
+        if process is not None and self._owns_process:
+            await self._kill_tree(roots=(os.getpid(),))
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is not None:
@@ -223,7 +233,8 @@ class SupervisedCommand:
     async def _on_supervisor_lost(self, process: LineProcess) -> None:
         """The supervisor is gone without having said that the tree is empty: end the tree from here."""
         incarnation = self._spec.incarnation
-        while remaining := await self._kill_tree(root=process.pid):
+        roots = (process.pid, os.getpid()) if self._owns_process else (process.pid,)
+        while remaining := await self._kill_tree(roots=roots):
             self._tell_kill_failed(tuple(remaining))
         await asyncio.to_thread(spool.mark_end, self._spec.spool_dir)
         what = f"The supervisor of rank {incarnation.rank} ended on its own"
@@ -243,11 +254,11 @@ class SupervisedCommand:
             )
         )
 
-    async def _kill_tree(self, *, root: int | None = None) -> list[int]:
+    async def _kill_tree(self, *, roots: tuple[int, ...] = ()) -> list[int]:
         outcome = await asyncio.to_thread(
             process_tree.kill_incarnation,
             str(self._spec.incarnation),
-            roots=() if root is None else (root,),
+            roots=roots,
             limit_s=KILL_LIMIT_S,
         )
         return outcome.remaining

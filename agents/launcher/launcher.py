@@ -3,6 +3,8 @@
 Rules of this file:
 1. `Launcher` is the plain class; `agents.launcher.actor` puts it into a Ray actor and gives the same handle.
 2. The supervisor is told what the head has (`acked`), so that the spool on the machine's disk stays small.
+3. A launcher that has a process of its own makes that the reaper of its orphans: without control groups (whoever is
+   not root) a daemon with an environment of its own can be found in no other way once its supervisor is dead.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol
 from agents.core import events as ev
 from agents.launcher.base import LaunchSpec, SupervisedCommand
 from agents.logs import LogShipper
+from agents.supervision import PR_SET_CHILD_SUBREAPER, set_process_option
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +48,16 @@ class LauncherHandle(Protocol):
         """Ends everything that is left, at once. Idempotent."""
 
 
-class Launcher:
-    """One command. See `LauncherHandle` for what each method promises."""
+def own_this_process() -> bool:
+    """Makes this process the reaper of its orphans, for a Launcher that is all it is for. False where it cannot be."""
+    return set_process_option(PR_SET_CHILD_SUBREAPER, 1)
 
-    def __init__(self) -> None:
+
+class Launcher:
+    """One command. See `LauncherHandle` for what each method promises, `SupervisedCommand` for `owns_process`."""
+
+    def __init__(self, *, owns_process: bool = False) -> None:
+        self._owns_process = owns_process
         self._command: SupervisedCommand | None = None
         self._shipper: LogShipper | None = None
         self._is_stopped = False
@@ -59,7 +68,7 @@ class Launcher:
 
     async def launch(self, spec: LaunchSpec) -> None:
         assert self._command is None, "a launcher is for one command"
-        command = SupervisedCommand(spec)
+        command = SupervisedCommand(spec, owns_process=self._owns_process)
         self._command = command
         if self._is_stopped:
             command.stop(0)
