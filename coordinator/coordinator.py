@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from coordinator import view
@@ -262,7 +263,12 @@ class Coordinator:
         self._is_stopping = True
         active = [d for d in self._drivers.values() if not d.is_finished]
         for driver in active:
-            driver.post(CancelRequested(reason=Reason.CANCELLED, message="The deployment is being stopped."))
+            with suppress(
+                asyncio.QueueFull
+            ):  # its journal cannot be written: it is among the unfinished ones
+                driver.post(
+                    CancelRequested(reason=Reason.CANCELLED, message="The deployment is being stopped.")
+                )
         deadline = asyncio.get_running_loop().time() + wait_s
         while any(not d.is_finished for d in active):
             left_s = deadline - asyncio.get_running_loop().time()

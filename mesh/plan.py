@@ -20,8 +20,8 @@ class RunPlan:
     name: RunName
     command: tuple[str, ...]
     """argv of one rank; never empty."""
-    env: tuple[tuple[str, str], ...] = ()
-    """The user's own variables, in the order given, each name once."""
+    env: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """The user's own variables, in the order given, each name once. Often secrets: in no log, no traceback."""
     working_dir: str | None = None
     """Absolute directory on the member's machine; None is the rank's state directory."""
     labels: tuple[tuple[str, str], ...] = ()
