@@ -45,8 +45,9 @@ OLD_SESSIONS_KEPT = 1
 NODE_ID_BYTES = 28
 HEAD_NAME = "head"
 DIRECTORY_NAME = "Ray's directory"
-HEAD_WORKERS_READY = 2
-"""The coordinator and the store."""
+HEAD_WORKERS_READY = 3
+"""The coordinator, the store, and one in which Ray restarts the first of them that dies: to start a process takes some
+seconds on a busy machine, a lease lasts three, and healthy ranks would fence themselves for the want of a store."""
 LOG_TAIL_BYTES = 2000
 _NODE_ALIVE = 0
 """`GcsNodeInfo.ALIVE`."""

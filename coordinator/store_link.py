@@ -38,7 +38,8 @@ from mesh.store.client import StoreClient
 
 CONNECT_LIMIT_S = 5.0
 RECONNECT_FIRST_S = 0.05
-RECONNECT_MAX_S = 1.0
+RECONNECT_MAX_S = 0.2
+"""Far below a lease: until a restarted store has been told its gangs again, nobody can renew one."""
 
 _log = logging.getLogger(__name__)
 _Epoch = tuple[RunUid, Epoch]

@@ -197,13 +197,13 @@ class RealMesh:
             return json.load(answer)
 
     def look(self, path: str) -> Any:
-        """GET, patient while the coordinator is being restarted."""
+        """GET, patient while the coordinator is being restarted, or while a client has not submitted its run yet."""
 
         def ask() -> Any:
             try:
                 return self.call("GET", path)
             except urllib.error.HTTPError as error:
-                if error.code not in (502, 503, 504):
+                if error.code not in (404, 502, 503, 504):
                     raise
                 return None
 
@@ -246,9 +246,25 @@ class RealMesh:
     def ended(self, name: str, *, limit_s: float = LIMIT_S) -> dict[str, Any]:
         return self.wait_for(name, *ENDED, limit_s=limit_s)
 
-    def raw(self, name: str, rank: int) -> str:
-        """What a rank printed, through the command line."""
-        return self.cli("logs", name, "--rank", str(rank), "--raw").stdout
+    def printed(self, name: str, rank: int) -> str:
+        """What a rank has printed so far, byte by byte; empty when the head has nothing of it yet."""
+        record = self.record
+        request = urllib.request.Request(
+            f"{record.url}/v1/runs/{name}/logs/raw?rank={rank}",
+            headers={"Authorization": f"Bearer {record.token}"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                content: bytes = answer.read()
+        except urllib.error.HTTPError as error:
+            assert error.code == 404, error
+            return ""
+        return content.decode(errors="replace")
+
+    def wait_for_print(self, name: str, text: str, *ranks: int) -> None:
+        """Returns when each of these ranks has printed the text."""
+        for rank in ranks:
+            wait_until(lambda rank=rank: text in self.printed(name, rank), f"rank {rank} to print {text!r}")
 
     # ---- the processes ----------------------------------------------------------------------------
 
@@ -271,7 +287,7 @@ class RealMesh:
         found = []
         for process in self.everything():
             with suppress(psutil.Error):
-                if any(word in part for part in process.cmdline()):
+                if any(part.startswith(word) or part.endswith(word) for part in process.cmdline()):
                     found.append(process)
         return found
 
@@ -281,7 +297,7 @@ class RealMesh:
         return found[0]
 
     def raylet(self, machine: str) -> psutil.Process:
-        return next(p for p in self.head.children() if f"--node-name={machine}" in p.cmdline())
+        return next(p for p in self.named(f"--node-name={machine}") if p.ppid() == self.record.pid)
 
     def tree(self, uid: str, rank: int | None = None) -> dict[int, psutil.Process]:
         """The processes of a run's commands, by the variable that each inherits."""
@@ -301,7 +317,11 @@ class RealMesh:
 
         def top() -> psutil.Process | None:
             tree = self.tree(uid, rank)
-            return next((p for p in tree.values() if p.ppid() not in tree), None)
+            for process in tree.values():
+                with suppress(psutil.Error):  # a child that has just ended
+                    if process.ppid() not in tree:
+                        return process
+            return None
 
         process = wait_until(top, f"the command of rank {rank} of {name}")
         assert isinstance(process, psutil.Process)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.real_mesh import RealMesh, wait_until
+from tests.e2e.real_mesh import RealMesh
 
 pytestmark = pytest.mark.ray
 
@@ -15,8 +15,7 @@ DEAF = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
 
 def started(mesh: RealMesh, *arguments: str) -> str:
     name = mesh.submit("--nodes", "2", *arguments)
-    for rank in (0, 1):
-        wait_until(lambda rank=rank: "ready" in mesh.raw(name, rank), f"rank {rank} to be ready")
+    mesh.wait_for_print(name, "ready", 0, 1)
     return name
 
 

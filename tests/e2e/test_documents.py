@@ -13,7 +13,8 @@ from tests.e2e.real_mesh import RealMesh
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DOCUMENTED = (
-    "nodus run --name torchrun-2-node --gpu H100 --nodes 2 --launcher torchrun --max-cost 2.00 -- torchrun train.py"
+    "nodus run --name torchrun-2-node --gpu H100 --nodes 2 --launcher torchrun --max-cost 2.00 "
+    "-- torchrun train.py"
 )
 
 

@@ -78,9 +78,9 @@ def test_a_run_with_a_slow_rank_goes_on_says_who_has_finished_and_succeeds_with_
     gate = mesh.gate("slow")
     name = mesh.submit("--nodes", "2", "--", "sh", "-c",
                        f"[ $NODE_RANK != {slow} ] || {{ {WAIT_FOR.format(gate)}; echo slow is done; }}")  # fmt: skip
+    mesh.running(name)
     wait_until(lambda: "1 of 2 ranks finished" in mesh.run(name)["status"]["message"], "the early finisher")
-    described = mesh.cli("describe", name).stdout
-    assert "Running" in described and "finished" in described
+    wait_until(lambda: "1 of 2 ranks finished" in mesh.cli("describe", name).stdout, "the same in describe")
     gate.touch()
     status = mesh.ended(name)["status"]
     assert (status["state"], status["exitCode"]) == ("Succeeded", 0)
@@ -99,13 +99,15 @@ def test_a_torchrun_rank_that_needs_longer_after_the_group_is_gone_is_left_to_fi
         "print('done', flush=True)\n",
     )
     name = mesh.submit("--nodes", "2", "--launcher", "torchrun", "--", "torchrun", "uneven.py")
-    wait_until(lambda: "done" in mesh.raw(name, 0), "rank 0 to be done")
+    mesh.wait_for_print(name, "done", 0)
     assert mesh.run(name)["status"]["state"] == "Running"
     gate.touch()
     assert mesh.ended(name)["status"]["state"] == "Succeeded"
 
 
-def test_a_command_that_exists_on_one_machine_only_is_told_with_the_rank_that_lacks_it(mesh: RealMesh) -> None:
+def test_a_command_that_exists_on_one_machine_only_is_told_with_the_rank_that_lacks_it(
+    mesh: RealMesh,
+) -> None:
     """The working directory is each rank's own state folder, four levels below its machine's folder."""
     tool = mesh.state / "machines" / "local-1" / "only-here"
     tool.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -121,7 +123,7 @@ def test_a_command_that_exists_on_one_machine_only_is_told_with_the_rank_that_la
     run = mesh.ended(name)
     assert (run["status"]["state"], run["status"]["reason"]) == ("Failed", "CommandNotFound")
     assert "Rank 0" not in run["status"]["message"] and "only-here" in run["status"]["message"]
-    assert run["status"]["exitCode"] == 127
+    mesh.cli("wait", name, "--for", "ended", code=127)
     mesh.no_process_left(run)
 
 

@@ -40,7 +40,7 @@ def told(deployment: RealMesh) -> dict[int, Any]:
         "run", "--name", name, "--nodes", "2", "--env-file", "big.env", *options, "--",
         "python", "-c", TELL, *ARGUMENTS,
     )  # fmt: skip
-    ranks: dict[Any, Any] = {rank: json.loads(deployment.raw(name, rank)) for rank in (0, 1)}
+    ranks: dict[Any, Any] = {rank: json.loads(deployment.printed(name, rank)) for rank in (0, 1)}
     return {**ranks, "stderr": done.stderr}
 
 
@@ -79,6 +79,7 @@ def test_nothing_of_ours_or_of_rays_leaks_into_the_command(mesh: RealMesh, told:
     contract = re.compile(
         r"NODUS_(NODE_RANK|NUM_NODES|GPUS_PER_NODE|NODE_IPS|GANG_EPOCH|GANG_TRANSPORT|RUN|STATE_DIR|INCARNATION)"
         r"|NODE_RANK|NNODES|MASTER_ADDR|MASTER_PORT|(LOCAL_)?(RANK|WORLD_SIZE)|(GLOO|NCCL)_SOCKET_IFNAME|BIG_\d+"
+        r"|TORCHELASTIC_ERROR_FILE"
     )
     for rank in (0, 1):
         env = told[rank]["env"]
@@ -100,5 +101,7 @@ def test_reserved_names_are_refused_all_at_once(mesh: RealMesh) -> None:
 
 def test_a_run_with_accelerators_is_told_how_many(mesh: RealMesh) -> None:
     """`--gpu` of the deployment declares them, so that commands for GPUs can be rehearsed."""
-    done = mesh.cli("run", "--nodes", "2", "--gpu", "H100", "--", "sh", "-c", "echo gpus=$NODUS_GPUS_PER_NODE")
+    done = mesh.cli(
+        "run", "--nodes", "2", "--gpu", "H100", "--", "sh", "-c", "echo gpus=$NODUS_GPUS_PER_NODE"
+    )
     assert done.stdout.count("gpus=1") == 2, done.stdout

@@ -1,0 +1,149 @@
+"""Whatever dies, dies with kill -9 while a run is running: what must go on goes on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from mesh.messages import LEASE_TTL_S
+from tests.e2e.real_mesh import RealMesh, wait_until
+
+pytestmark = pytest.mark.ray
+
+COUNTS = "n=0; while [ ! -e {gate} ]; do echo line $n; n=$((n+1)); sleep 0.05; done; echo end $n"
+LEAVES_DAEMONS = (
+    "setsid sleep 600 & (trap '' TERM HUP; while :; do sleep 1; done) & nohup sleep 600 2>/dev/null & "
+    "echo ready; exec sleep 600"
+)
+
+
+def counted(output: str, rank: int) -> None:
+    """Every line of a rank that counts is there, once, in order, up to its last word."""
+    lines = re.findall(rf"^\[rank {rank}\] (.*)$", output, re.MULTILINE)
+    last = len(lines) - 1
+    assert lines == [*[f"line {n}" for n in range(last)], f"end {last}"], lines[-5:]
+
+
+def living(mesh: RealMesh, name: str) -> list[int]:
+    return [mesh.command(name, rank).pid for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("actor", ["ray::RendezvousStore", "ray::CoordinatorActor"])
+def test_a_killed_coordinator_or_store_disturbs_no_rank_and_no_follower(mesh: RealMesh, actor: str) -> None:
+    """The actor comes back by itself; the run is not restarted, its logs have no gap and no duplicate."""
+    gate = mesh.gate("counts")
+    name = mesh.new_name()
+    client = mesh.client("run", "--name", name, "--nodes", "2", "--", "sh", "-c", COUNTS.format(gate=gate))
+    mesh.running(name)
+    follower = mesh.client("logs", "-f", name)
+    follower.expect("line 3")
+    before = living(mesh, name)
+    victim = mesh.one(actor)
+    victim.kill()
+    wait_until(lambda: not victim.is_running(), "the actor to die")
+    wait_until(lambda: [p for p in mesh.named(actor) if p.pid != victim.pid], "the actor to come back")
+    seen = len(follower.stdout)
+    wait_until(lambda: len(follower.stdout) > seen + 500, "lines after the death")
+    # past every lease that the death could have cost
+    alive_at = time.monotonic()
+    wait_until(lambda: time.monotonic() - alive_at > LEASE_TTL_S + 1, "the length of a lease")
+    assert mesh.run(name)["status"]["state"] == "Running"
+    assert living(mesh, name) == before
+    gate.touch()
+    assert client.wait() == 0, client.stderr
+    assert follower.wait() == 0, follower.stderr
+    run = mesh.ended(name)
+    assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", 1)
+    for output in (client.stdout, follower.stdout):
+        counted(output, 0)
+        counted(output, 1)
+    kinds = [event["kind"] for event in mesh.events(name)]
+    assert kinds.count("Started") == 2 and kinds.count("Running") == 1, kinds
+
+
+def _launcher(mesh: RealMesh, name: str, rank: int) -> psutil.Process:
+    launcher = mesh.command(name, rank).parent().parent()  # type: ignore[union-attr]
+    assert launcher is not None and "Launcher" in launcher.cmdline()[0], launcher
+    return launcher
+
+
+def _supervisor(mesh: RealMesh, name: str, rank: int) -> psutil.Process:
+    supervisor = mesh.command(name, rank).parent()
+    assert supervisor is not None and "supervisor.py" in " ".join(supervisor.cmdline()), supervisor
+    return supervisor
+
+
+def _member(mesh: RealMesh, name: str, rank: int) -> psutil.Process:
+    machine = mesh.run(name)["status"]["ranks"][rank]["machine"]
+    raylet = mesh.raylet(machine).pid
+    return next(p for p in mesh.named("ray::MemberNodeActor") if p.ppid() == raylet)
+
+
+def _keeper(mesh: RealMesh, name: str, rank: int) -> psutil.Process:
+    """One of the two; a keeper does not say whose it is."""
+    return mesh.named("keeper.py")[rank]
+
+
+def _raylet(mesh: RealMesh, name: str, rank: int) -> psutil.Process:
+    return mesh.raylet(mesh.run(name)["status"]["ranks"][rank]["machine"])
+
+
+@pytest.mark.parametrize(
+    ("find", "reasons"),
+    [
+        (_launcher, {"MachineLost"}),
+        (_supervisor, {"MachineLost"}),
+        (_member, {"MachineLost"}),
+        (_keeper, {"LeaseLost"}),
+        (_raylet, {"MachineLost"}),
+    ],
+)
+def test_no_orphan_survives_a_death_on_a_machine_and_the_run_says_what_was_lost(
+    mesh: RealMesh, find: Any, reasons: set[str]
+) -> None:
+    """The command has daemons, one deaf to SIGTERM. A lost member fails the run (restarts come later)."""
+    name = mesh.submit("--nodes", "2", "--grace-period", "2s", "--", "bash", "-c", LEAVES_DAEMONS)
+    mesh.running(name)
+    mesh.wait_for_print(name, "ready", 0, 1)
+    find(mesh, name, 1).kill()
+    run = mesh.ended(name)
+    status = run["status"]
+    assert (status["state"], status["epoch"]) == ("Failed", 1), status
+    assert status["reason"] in reasons, status
+    assert re.search(r"[Rr]ank [01]", status["message"]), status["message"]
+    assert status["exitCode"] != 0
+    mesh.no_process_left(run)
+
+
+def test_the_laptop_sleeps_longer_than_a_lease_and_the_run_goes_on(mesh: RealMesh) -> None:
+    """Everything stands still, then everything goes on, in no particular order."""
+    gate = mesh.gate("sleep")
+    name = mesh.new_name()
+    client = mesh.client("run", "--name", name, "--nodes", "2", "--", "sh", "-c", COUNTS.format(gate=gate))
+    mesh.running(name)
+    client.expect("line 3")
+    before = living(mesh, name)
+    stopped = mesh.everything()
+    try:
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        asleep_at = time.monotonic()
+        wait_until(lambda: time.monotonic() - asleep_at > 2 * LEASE_TTL_S, "two leases to pass")
+    finally:
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+    seen = len(client.stdout)
+    wait_until(lambda: len(client.stdout) > seen + 500, "lines after the sleep")
+    assert living(mesh, name) == before
+    awake_at = time.monotonic()
+    wait_until(lambda: time.monotonic() - awake_at > LEASE_TTL_S + 1, "the length of a lease")
+    gate.touch()
+    assert client.wait() == 0, client.stderr
+    assert mesh.ended(name)["status"]["epoch"] == 1
+    counted(client.stdout, 0)
+    counted(client.stdout, 1)

@@ -1,0 +1,113 @@
+"""Deployments of their own: the head killed, and disks that are full."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.real_mesh import WAIT_FOR, RealMesh, real_mesh, wait_until
+
+pytestmark = pytest.mark.ray
+
+
+@contextmanager
+def small_disk(folder: Path, *, megabytes: int) -> Iterator[None]:
+    """A file system of its own at the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, text=True
+    )  # fmt: skip
+    if mounted.returncode != 0:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Writes until the disk is full; the file that has to go to make room."""
+    filler = folder / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            if file.write(b"x" * 4096) < 4096:
+                file.write(b"x")
+    return filler
+
+
+@pytest.mark.root
+@pytest.mark.timeout(240)
+def test_full_disks_cost_output_and_new_work_but_no_running_gang(tmp_path: Path) -> None:
+    """Case 49, end to end: first under a rank's log spool, then under the journal."""
+    state, journal = tmp_path / "state", tmp_path / "journal"
+    with ExitStack() as disks:
+        disks.enter_context(small_disk(state / "machines" / "local-2", megabytes=8))
+        disks.enter_context(small_disk(journal, megabytes=4))
+        db = f"sqlite+aiosqlite:///{journal}/journal.db"
+        with real_mesh(tmp_path, "--machines", "2", "--db", db, state=state) as mesh:
+            _spool_full(mesh)
+            _journal_full(mesh, journal)
+
+
+def _spool_full(mesh: RealMesh) -> None:
+    gate, second = mesh.gate("spool"), mesh.gate("spool-end")
+    name = mesh.submit(
+        "--nodes", "2", "--", "sh", "-c",
+        f"echo before; {WAIT_FOR.format(gate)}; yes lost words | head -c 3000000; "
+        f"{WAIT_FOR.format(second)}; echo after",
+    )  # fmt: skip
+    mesh.wait_for_print(name, "before", 0, 1)
+    filler = fill(mesh.state / "machines" / "local-2")
+    gate.touch()
+    wait_until(lambda: len(mesh.printed(name, 0)) > 3_000_000, "the other rank's output")
+    assert mesh.run(name)["status"]["state"] == "Running"
+    filler.unlink()
+    second.touch()
+    assert mesh.ended(name)["status"]["state"] == "Succeeded"
+    shown = mesh.cli("logs", name, "--rank", "1").stdout
+    assert shown.startswith("before") and shown.endswith("after\n")
+    assert "lost" in shown.replace("lost words", ""), "the loss is marked"
+
+
+def _journal_full(mesh: RealMesh, journal: Path) -> None:
+    gate = mesh.gate("journal")
+    name = mesh.submit("--nodes", "1", "--", "sh", "-c", f"{WAIT_FOR.format(gate)}; echo done")
+    mesh.running(name)
+    command = mesh.command(name, 0)
+    filler = fill(journal)
+
+    def refused() -> str:
+        done = mesh.cli("run", "-d", "--nodes", "1", "-e", f"X={'x' * 100_000}", "--", "true", code=None)
+        return done.stderr if done.returncode != 0 else ""
+
+    said = wait_until(refused, "new work to be refused")
+    assert "full" in said or "space" in said, said
+    assert mesh.cli("get", "runs").stdout.count(name) == 1, "what there is stays readable"
+    assert command.is_running()
+    gate.touch()
+    wait_until(lambda: not command.is_running(), "the command to end")
+    filler.unlink()
+    assert mesh.ended(name)["status"]["state"] == "Succeeded"
+    assert mesh.cli("run", "--nodes", "1", "--", "echo", "room again").stdout == "room again\n"
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_head_leaves_no_process_and_the_next_one_knows_what_it_ran(tmp_path: Path) -> None:
+    with real_mesh(tmp_path, "--machines", "2") as mesh:
+        name = mesh.submit("--nodes", "2", "--", "sh", "-c", "setsid sleep 600 & echo alive; exec sleep 600")
+        run = mesh.running(name)
+        mesh.wait_for_print(name, "alive", 1)
+        before = mesh.everything()
+        mesh.head.kill()
+        mesh.no_process_left(run, limit_s=30)
+        wait_until(lambda: not any(p.is_running() for p in before), "everything of the deployment to end")
+        again = mesh.cli("up", "--machines", "2")
+        assert "killed" in again.stderr
+        status = mesh.ended(name)["status"]
+        assert (status["state"], status["reason"], status["epoch"]) == ("Failed", "MachineLost", 1), status
+        assert "alive" in mesh.cli("logs", name).stdout
+        assert mesh.cli("run", "--nodes", "2", "--", "echo", "new life").stdout.count("new life") == 2
