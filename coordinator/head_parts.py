@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from coordinator.api.service import CoordinatorService, LogReader
 from coordinator.ray_commands import HEAD_RESOURCE, NODE_ADDRESS
-from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
+from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, NotFoundError
 from mesh.messages import RAY_NAMESPACE
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
+from mesh.resources import Run
 from mesh.states import RunState
 
 STORE_NAME = "store"
@@ -83,16 +84,40 @@ class SinkLogs:
     def reader(self, service: CoordinatorService) -> LogReader:
         from coordinator.logs.reader import LogReader as StoredLogs
 
-        async def is_ended(uid: str) -> bool:
-            run = next((r for r in await service.list_runs({}) if r["metadata"]["uid"] == uid), None)
-            return run is None or RunState(run["status"]["state"]).is_terminal
-
-        return StoredLogs(self._store, is_ended=is_ended)
+        return StoredLogs(self._store, is_ended=RunEnds(service).has_ended)
 
     async def stop(self) -> None:
         if self._sink is not None:
             await self._sink.stop()
             await asyncio.to_thread(self._store.close)
+
+
+class RunEnds:
+    """Whether a run has ended, by its uid: what every follower of a log asks several times a second."""
+
+    def __init__(self, service: CoordinatorService) -> None:
+        self._service = service
+        self._names: dict[str, str] = {}
+        """Of followed runs that had not ended: all runs are looked through once for each, not at every question."""
+
+    async def has_ended(self, uid: str) -> bool:
+        """A run that is not there (any more) has. Raises TransportError, MeshTimeoutError."""
+        run = await self._find(uid)
+        if run is None or RunState(run["status"]["state"]).is_terminal:
+            self._names.pop(uid, None)
+            return True
+        self._names[uid] = run["metadata"]["name"]
+        return False
+
+    async def _find(self, uid: str) -> Run | None:
+        name = self._names.get(uid)
+        if name is None:
+            return next((r for r in await self._service.list_runs({}) if r["metadata"]["uid"] == uid), None)
+        try:
+            run = await self._service.get_run(name)
+        except NotFoundError:
+            return None
+        return run if run["metadata"]["uid"] == uid else None  # else deleted, and its name is another run's
 
 
 class RayActors:
