@@ -52,9 +52,9 @@ def close(
     if barrier.payloads is None:
         for arrival in list(barrier.arrivals.values()):
             waiter = arrival.waiter
-            if waiter is not None:
-                books.strike(waiter)
-                outputs.append((waiter.connection, _closed(waiter.id, request.name)))
+            assert waiter is not None, "before the opening an arrival has a waiter"
+            books.strike(waiter)
+            outputs.append((waiter.connection, _closed(waiter.id, request.name)))
     return outputs
 
 

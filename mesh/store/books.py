@@ -164,9 +164,7 @@ class Books:
 
     def hold(self, lease: Lease, connection: ConnectionId) -> None:
         """The lease's holder is at this connection from now on."""
-        if lease.connection == connection and lease in self._leases.get(connection, ()):
-            return
-        self._let_go(lease)
+        self.disown(lease)
         lease.connection = connection
         self._leases.setdefault(connection, set()).add(lease)
 
@@ -176,22 +174,18 @@ class Books:
     def end_lease(self, gang: Gang, lease: Lease) -> None:
         """Over, for good. The incarnation may not have another one."""
         lease.is_over = True
-        self._let_go(lease)
+        self.disown(lease)
         del gang.leases[lease.rank]
         gang.ended.setdefault(lease.rank, set()).add(lease.token)
 
     def disown(self, lease: Lease) -> None:
-        """Its holder's connection is gone."""
-        self._let_go(lease)
-
-    def _let_go(self, lease: Lease) -> None:
+        """Its holder is at no connection any more."""
         if lease.connection is None:
             return
-        held = self._leases.get(lease.connection)
-        if held is not None:
-            held.discard(lease)
-            if not held:
-                del self._leases[lease.connection]
+        held = self._leases[lease.connection]
+        held.remove(lease)
+        if not held:
+            del self._leases[lease.connection]
         lease.connection = None
 
     def next_deadline(self) -> float | None:

@@ -15,6 +15,7 @@ from mesh.store.books import Books, ConnectionId, Gang, Output, StoredValue, Wai
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 _DIGITS_MAX = 20
+_DONE, _NUMBER = ms.Done, ms.Number
 _new_tuple = tuple.__new__
 """Makes a reply without its constructor's extra call, where a busy store spends its time."""
 
@@ -35,9 +36,10 @@ def set_value(
     previous = gang.keys.get(request.key)
     if type(previous) is bytes and len(value) <= len(previous):
         # The common case: nothing grows, so no limit can be reached, and nobody can wait for a key that is there.
-        gang.bytes_held += len(value) - len(previous)
+        if len(value) < len(previous):
+            gang.bytes_held += len(value) - len(previous)
         gang.keys[request.key] = value
-        return [(connection, _new_tuple(ms.Done, (request.id,)))]
+        return [(connection, _new_tuple(_DONE, (request.id,)))]
     refused = _put(books, gang, request, value)
     if refused is not None:
         return [(connection, refused)]
@@ -51,11 +53,11 @@ def add(books: Books, gang: Gang, request: ms.Add, connection: ConnectionId, _no
         count = value + request.amount
         if INT64_MIN <= count <= INT64_MAX:  # the common case: nobody can wait for a key that is there
             gang.keys[request.key] = count
-            return [(connection, _new_tuple(ms.Number, (request.id, count)))]
+            return [(connection, _new_tuple(_NUMBER, (request.id, count)))]
         return [(connection, _out_of_range(request))]
     count = request.amount
     if value is not None:
-        present = _as_number(value)
+        present = _as_number(_as_bytes(value))
         if present is None:
             return [(connection, _conflict(request, "holds something that is not a number"))]
         count += present
@@ -155,9 +157,7 @@ def _as_bytes(value: StoredValue) -> bytes:
     return value if isinstance(value, bytes) else b"%d" % value
 
 
-def _as_number(value: StoredValue) -> int | None:
-    if isinstance(value, int):
-        return value
+def _as_number(value: bytes) -> int | None:
     digits = value[1:] if value[:1] == b"-" else value
     if len(digits) > _DIGITS_MAX or not digits.isdigit():
         return None

@@ -59,6 +59,7 @@ _PUSHES: tuple[type[Any], ...] = (
 OP_OF = {kind: op for op, kind in enumerate(_REQUESTS)}
 _REPLY_KIND_OF = {kind: code for code, kind in enumerate(_REPLIES)}
 _PUSH_KIND_OF = {kind: code for code, kind in enumerate(_PUSHES)}
+_DONE_KIND, _NUMBER_KIND = ms.Done, ms.Number
 _DONE = struct.Struct(">IBBIB")
 """The length 7; an array of 2; a 32-bit id; kind 0, which is Done."""
 _NUMBER = struct.Struct(">IBBIBBq")
@@ -70,7 +71,7 @@ VALUE_AT = _VALUE.size
 assert (_REPLY_KIND_OF[ms.Done], _REPLY_KIND_OF[ms.Number], _REPLY_KIND_OF[ms.Value]) == (0, 1, 2)
 _SET = struct.Struct(">IBBBBB")
 """The length; an array of 6; the op; an id below 128; the value's head with its length, below 256."""
-_SET_OP = OP_OF[ms.Set]
+_SET_KIND, _SET_OP = ms.Set, OP_OF[ms.Set]
 _SET_AT = _SET.size
 _BIN8 = 0xC4
 _SHORT = 256
@@ -116,9 +117,9 @@ class ReplyEncoder:
 
     def encode(self, message: ms.Message) -> bytes:
         kind = type(message)
-        if kind is ms.Number:
+        if kind is _NUMBER_KIND:
             return _NUMBER.pack(16, 0x93, 0xCE, message[0], 1, 0xD3, message[1])  # type: ignore[misc]
-        if kind is ms.Done:
+        if kind is _DONE_KIND:
             return _DONE.pack(7, 0x92, 0xCE, message[0], 0)
         if kind is ms.Value and len(message[1]) < _SHORT:  # type: ignore[misc, arg-type]
             value: bytes = message[1]  # type: ignore[misc, assignment]
@@ -266,7 +267,7 @@ class RequestMemo:
         identifier = frame[6]
         if not 0 < identifier < _ID_SHORT:
             return None
-        return (_new_tuple(ms.Set, (identifier, frame[_SET_AT:value_end], *place)),)
+        return (_new_tuple(_SET_KIND, (identifier, frame[_SET_AT:value_end], *place)),)
 
 
 class RequestStream(_FrameStream):

@@ -27,6 +27,8 @@ from mesh.store.protocol import (
     encode_request,
     error_of,
     number_head,
+    set_frame,
+    set_tail,
 )
 
 GANG, E1, R0, TOKEN = RunUid("g"), Epoch(1), Rank(0), IncarnationToken("t")
@@ -159,6 +161,26 @@ def test_the_memory_of_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(1, 100):
         stream.feed(encode_request(ms.Ping(number)))
         assert len(memo.frames) <= 10
+
+
+def test_a_set_is_known_by_what_follows_its_value_and_by_nothing_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "MEMO_FRAMES_MAX", 3)
+    memo = RequestMemo()
+    stream = RequestStream(bytes_max=1000, memo=memo)
+    for identifier in (1, 127, 128, 300, 2**31 - 1):
+        for key in ("a", "b", "c", "d", "e"):
+            for value in (b"", b"v", b"\xc4" * 9, b"w" * 250, b"x" * 600):
+                request = ms.Set(identifier, value, GANG, E1, key)
+                frame = encode_request(request)
+                assert set_frame(identifier, value, set_tail(GANG, E1, key)) == frame
+                assert list(stream.feed(frame)) == [request]
+                assert len(memo.tails) <= 3
+    for wrong in (b"\x96\x0d\x00\xc4\x00", b"\x95\x0d\x01\xc4\x00", b"\x96\x0d\x01\xd9\x00"):
+        with pytest.raises(RemoteProtocolError):
+            known = RequestStream(bytes_max=1000, memo=memo)
+            known.feed(framed(wrong + set_tail(GANG, E1, "e")))
 
 
 def test_half_a_frame_waits_and_is_counted_once() -> None:

@@ -151,6 +151,14 @@ def test_a_barrier_that_was_complete_during_a_stall_opens_after_it() -> None:
     assert [type(message) for _, message in outputs] == [ms.Opened, ms.Opened, ms.BarrierOpened]
 
 
+def test_a_stall_opens_no_barrier_that_was_not_complete() -> None:
+    store = Store()
+    store.lease(FIRST, 0)
+    store.arrive(FIRST, 0)
+    assert store.stall(60.0) == []
+    assert store.state.books.waiters_count == 1
+
+
 def test_a_barrier_does_not_open_over_a_lease_that_is_over_though_no_tick_has_said_so() -> None:
     store = Store()
     store.lease(FIRST, 0)
@@ -162,6 +170,28 @@ def test_a_barrier_does_not_open_over_a_lease_that_is_over_though_no_tick_has_sa
     outputs = store.state.tick(103.32)
     assert reason(outputs) is Reason.LEASE_LOST
     assert lapses(outputs) == [0]
+
+
+def test_an_arrival_under_a_lease_that_is_over_is_refused_though_no_tick_has_said_so() -> None:
+    store = Store()
+    store.lease(FIRST, 0)
+    store.tick_until(103.25)
+    store.now = 103.31
+    assert reason(store.arrive(FIRST, 0)) is Reason.LEASE_LOST
+    store.now = 163.0
+    assert store.arrive(FIRST, 0) == [], "the store was stalled: its lease has started over"
+
+
+def test_before_its_first_tick_a_store_has_no_deadline_and_after_it_always_one() -> None:
+    state = StoreState(instance="test")
+    assert state.next_deadline() is None
+    state.connected(ADMIN, ms.Role.ADMIN, hello_id=1)
+    state.handle(ms.SetFloor(1, GANG, E1, 1), ADMIN, 5.0)
+    state.handle(ms.GrantLease(2, GANG, E1, Rank(0), token(0), TTL_S, GUARD_S), ADMIN, 5.0)
+    (snapshot,) = state.handle(ms.Snapshot(3, GANG), ADMIN, 5.0)
+    assert snapshot[1].leases[0].remaining_s == TTL_S
+    state.tick(5.0)
+    assert state.next_deadline() == pytest.approx(5.0 + TICK_S_MAX)
 
 
 def test_the_store_never_asks_for_a_tick_later_than_its_regular_one() -> None:
