@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -17,6 +18,9 @@ from aiohttp import web
 from coordinator.api.service import CoordinatorService, Grow, LogReader
 from mesh.errors import SpecError
 from mesh.spec import DeploymentFacts
+
+INTEGER_LARGEST = 2**63 - 1
+"""What the journal's databases take."""
 
 Query = Mapping[str, Any]
 """Checked query parameters: every declared one is there, None when it was not given."""
@@ -42,7 +46,7 @@ CONTEXT: web.AppKey[ApiContext] = web.AppKey("context", ApiContext)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One query parameter. `smallest` and `largest` bound numbers."""
+    """One query parameter. `smallest` and `largest` bound numbers, which are finite and fit a database's integer."""
 
     name: str
     kind: Literal["integer", "number", "boolean", "string"]
@@ -89,9 +93,23 @@ def _parse_boolean(given: str) -> bool:
     raise ValueError(given)
 
 
+def _parse_integer(given: str) -> int:
+    value = int(given)
+    if abs(value) > INTEGER_LARGEST:
+        raise ValueError(given)
+    return value
+
+
+def _parse_number(given: str) -> float:
+    value = float(given)
+    if not math.isfinite(value):  # a deadline that is no number confuses the timers of everybody else
+        raise ValueError(given)
+    return value
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "integer": int,
-    "number": float,
+    "integer": _parse_integer,
+    "number": _parse_number,
     "boolean": _parse_boolean,
     "string": str,
 }
@@ -159,7 +177,12 @@ async def read_json(request: web.Request, *, what: str) -> Any:
     # imported here: only requests with a body need it
     import json
 
-    data = await request.read()
+    try:
+        data = await request.read()
+    except web.RequestPayloadError as error:
+        raise SpecError(
+            f"The request's body is not {request.headers.get('Content-Encoding', 'readable')[:80]}: {error}."
+        ) from error
     if not data.strip():
         raise SpecError(f"The request has no body; it takes {what} as JSON.")
     try:
@@ -172,3 +195,5 @@ async def read_json(request: web.Request, *, what: str) -> Any:
         ) from error
     except RecursionError as error:
         raise SpecError("The request's body is nested too deeply.") from error
+    except ValueError as error:  # Python's own bound on the digits of an integer
+        raise SpecError(f"A number in the request's body is too long: {error}.") from error

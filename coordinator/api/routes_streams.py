@@ -54,13 +54,7 @@ async def get_events(request: web.Request, query: Query) -> web.StreamResponse:
 
 def _last_event_id(request: web.Request) -> int:
     given = request.headers.get(LAST_EVENT_ID_HEADER, "0")
-    try:
-        return int(given)
-    except ValueError as error:
-        raise SpecError(
-            f"{LAST_EVENT_ID_HEADER} {given[:80]!r} is no number; it is the id of the last event that was seen.",
-            field=LAST_EVENT_ID_HEADER,
-        ) from error
+    return int(_LAST_EVENT_ID.parse(given))
 
 
 async def _pull(context: ApiContext, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
@@ -160,6 +154,9 @@ async def get_raw_log(request: web.Request, query: Query) -> web.StreamResponse:
     return response
 
 
+_LAST_EVENT_ID = Parameter(
+    name=LAST_EVENT_ID_HEADER, kind="integer", text="The id of the last event that was seen.", smallest=0
+)
 _UID = Parameter(name="uid", kind="string", text="The uid that the run must have: for coming back to it.")
 _RANK = Parameter(name="rank", kind="integer", text="Of this rank only.", smallest=0)
 _EPOCH = Parameter(name="epoch", kind="integer", text="Of this epoch only.", smallest=1)

@@ -140,6 +140,7 @@ async def test_a_body_over_the_limit_is_refused_and_a_megabyte_of_environment_is
         (b"\xff", "not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[]", "mapping"),
+        (b'{"spec": ' + b"9" * 6000 + b"}", "too long"),
         (b'{"spec": {"comand": ["x"]}}', "command"),
     ],
 )
@@ -148,6 +149,12 @@ async def test_a_bad_body_is_told_what_is_wrong_with_it(server: Server, data: by
     assert status == 422
     assert words in body["error"]["message"] + body["error"]["hint"]
     assert "submit" not in server.service.calls
+
+
+async def test_a_body_that_cannot_be_decompressed_is_told_so(server: Server) -> None:
+    status, body = await server.call("POST", "/v1/runs", data=b"{}", headers={"Content-Encoding": "gzip"})
+    assert status == 422
+    assert "gzip" in body["error"]["message"]
 
 
 async def test_a_submitted_run_comes_back_with_warnings_and_ends(server: Server) -> None:
@@ -217,7 +224,9 @@ async def test_a_run_says_when_each_rank_last_printed_and_a_deleted_one_leaves_n
 ) -> None:
     await server.call("POST", "/v1/runs", json=job("talks", "script", "say:hello", "exit:0"))
     run = await ended(server, "talks")
-    assert run["status"]["ranks"][0]["lastOutputAt"] == pytest.approx(run["status"]["endedAt"], abs=DEADLINE_S)
+    assert run["status"]["ranks"][0]["lastOutputAt"] == pytest.approx(
+        run["status"]["endedAt"], abs=DEADLINE_S
+    )
     uid = run["metadata"]["uid"]
     assert await server.service.logs.last_output_at(uid)
     await server.call("DELETE", "/v1/runs/talks")

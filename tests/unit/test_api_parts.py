@@ -19,6 +19,8 @@ from mesh.sse import EventParser
 PARAMETERS = (
     Parameter(name="tail", kind="integer", text="", smallest=0, largest=10),
     Parameter(name="follow", kind="boolean", text=""),
+    Parameter(name="after", kind="integer", text="", smallest=0),
+    Parameter(name="wait", kind="number", text="", smallest=0, largest=30),
 )
 
 
@@ -51,7 +53,7 @@ def test_what_is_no_condition_is_refused_by_name(text: str) -> None:
 
 def test_query_parameters_are_checked_and_default_to_none() -> None:
     request = make_mocked_request("GET", "/?tail=3")
-    assert read_query(request, PARAMETERS) == {"tail": 3, "follow": None}
+    assert read_query(request, PARAMETERS) == {"tail": 3, "follow": None, "after": None, "wait": None}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,8 @@ def test_query_parameters_are_checked_and_default_to_none() -> None:
         ("tail=x", "takes a whole number from 0 to 10"),
         ("tail=11", "takes a whole number from 0 to 10"),
         ("follow=maybe", "takes true or false"),
+        ("after=9223372036854775808", "takes a whole number from 0"),
+        ("wait=nan", "takes a number from 0 to 30"),
         ("tial=3", "Did you mean tail"),
         ("tail=1&tail=2", "more than once"),
     ],
