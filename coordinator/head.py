@@ -109,7 +109,9 @@ class Head:
         self._tell = tell
         self._housekeeping = housekeeping
         self._catch_signals = catch_signals
-        self._owner = leftovers.Owner(deployment_id=state.deployment_id, state=state.path)
+        self._owner = leftovers.Owner(
+            deployment_id=state.deployment_id, state=state.path, head_pid=os.getpid()
+        )
         self._provider: LocalProvider | None = None
         self._service: StoppableService | None = None
         self._stages: list[Stage] = []
@@ -346,10 +348,10 @@ async def _guarded(name: str, limit_s: float, step: Callable[[], Awaitable[objec
 
 
 def sqlite_url(state: StateFolder) -> str:
-    """The journal in the state folder, whatever characters the folder's name has."""
+    """The journal in the state folder, whatever characters the folder's name has. Raises as `make_journal`."""
     import sqlalchemy as sa
 
-    url = sa.URL.create("sqlite+aiosqlite", database=str(state.path / "journal.db"))
+    url = sa.URL.create("sqlite+aiosqlite", database=str(state.make_journal()))
     return url.render_as_string(hide_password=False)
 
 

@@ -3,7 +3,8 @@
 Rules of this file:
 1. A process is of a deployment when its environment says so: `GANGMESH_DEPLOYMENT` with the deployment's id (what the
    head started), or `NODUS_STATE_DIR` inside the deployment's folder (the users' commands, whose environment is clean
-   of everything else).
+   of everything else), or when it is below the head (`Owner.head_pid`), which is the reaper of its orphans: whoever
+   threw its environment away is found by that.
 2. It is signalled through a pidfd, and its marks are read again once that is open: no reused pid is ever hit.
 3. First SIGTERM and some patience, since a supervisor that is asked ends its command's whole tree, then SIGKILL.
 4. This process and its ancestors are never touched.
@@ -22,6 +23,7 @@ from pathlib import Path
 
 MARK = "GANGMESH_DEPLOYMENT"
 RANK_STATE_MARK = "NODUS_STATE_DIR"
+GONE = frozenset("ZX")
 LOOK_S = 0.05
 KILL_LIMIT_S = 5.0
 _ENVIRON_BYTES_MAX = 16 * 1024 * 1024
@@ -33,6 +35,8 @@ class Owner:
 
     deployment_id: str
     state: Path
+    head_pid: int | None = None
+    """Of the head, when what is below it is meant too: once Ray is down, nothing there is to live on."""
 
 
 def find(owner: Owner) -> list[int]:
@@ -80,6 +84,8 @@ def _signal_all(owner: Owner, number: signal.Signals) -> list[int]:
 
 
 def _belongs(pid: int, owner: Owner) -> bool:
+    if owner.head_pid is not None and _is_below(pid, owner.head_pid):
+        return True
     environment = _environment(pid)
     if environment.get(MARK.encode()) == owner.deployment_id.encode():
         return True
@@ -97,16 +103,27 @@ def _environment(pid: int) -> dict[bytes, bytes]:
     return dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry)
 
 
+def _is_below(pid: int, ancestor: int) -> bool:
+    """Whether a living process descends from the other one."""
+    return _state_and_parent(pid)[0] not in GONE and ancestor in _with_ancestors(pid) - {pid}
+
+
 def _self_and_ancestors() -> set[int]:
-    found, pid = {0, 1}, os.getpid()
-    while pid not in found:
+    return {0, 1} | _with_ancestors(os.getpid())
+
+
+def _with_ancestors(pid: int) -> set[int]:
+    found: set[int] = set()
+    while pid and pid not in found:
         found.add(pid)
-        pid = _parent(pid)
+        pid = _state_and_parent(pid)[1]
     return found
 
 
-def _parent(pid: int) -> int:
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    """As in /proc/PID/stat. The name before them may hold anything, text or not."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return 0
+        return "X", 0
+    return fields[0].decode(), int(fields[1])

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ OBEDIENT = """
 import time
 print("up", flush=True)
 while True: time.sleep(60)
+"""
+
+
+PARENT = """
+import subprocess
+child = subprocess.Popen(["sleep", "600"], env={})
+print(f"up\\n{child.pid}", flush=True)
+child.wait()
 """
 
 
@@ -78,3 +87,18 @@ async def test_other_deployments_are_left_alone(zoo: Zoo, owner: Owner) -> None:
     assert find(owner) == []
     assert await end_all(owner, grace_s=0) == []
     assert other.poll() is None
+
+
+async def test_what_is_below_the_head_is_found_though_it_threw_its_environment_away(
+    zoo: Zoo, owner: Owner
+) -> None:
+    head = zoo.start(PARENT)
+    assert head.stdout is not None
+    child = int(head.stdout.readline())
+    outsider = zoo.start(OBEDIENT)
+    assert find(owner) == []
+    owner = replace(owner, head_pid=head.pid)
+    assert find(owner) == [child]
+    assert await end_all(owner, grace_s=0.3) == []
+    assert head.wait(5) == 0
+    assert outsider.poll() is None
