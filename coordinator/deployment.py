@@ -133,6 +133,19 @@ class StateFolder:
             _write_private(path, text)
             return text
 
+    def make_journal(self) -> Path:
+        """The journal's file, for the owner only: runs' environments are in it, and the folder may have been there
+        before us, open to others. SQLite gives its side files the same mode. Raises DeploymentError, StorageError.
+        """
+        path = self.path / "journal.db"
+        with state_errors(self.path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.fchmod(descriptor, 0o600)
+            finally:
+                os.close(descriptor)
+        return path
+
     @property
     def deployment_id(self) -> str:
         """Marks every process of this folder's deployments (`GANGMESH_DEPLOYMENT`)."""

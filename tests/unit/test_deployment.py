@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sqlite3
 import stat
 import subprocess
 import tempfile
@@ -156,3 +158,15 @@ def test_a_note_about_a_folder_that_is_not_ours_removes_nothing(tmp_path: Path) 
     (state / "outside").write_text(str(theirs))
     StateFolder(state).remove_outside()
     assert theirs.is_dir()
+
+
+def test_the_journal_is_its_owners_alone_also_in_a_folder_that_others_may_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "journal.db").touch(0o644)
+    journal = StateFolder(tmp_path).make_journal()
+    with contextlib.closing(sqlite3.connect(journal)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("CREATE TABLE runs (env TEXT)")
+        database.commit()
+        modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {0o600}
