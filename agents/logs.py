@@ -111,15 +111,23 @@ class LogShipper:
         """The spool has more, or has ended: look now."""
         self._awake.set()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Waits until everything up to the spool's `end` has arrived; False when it had not in that time."""
+    async def drain(self, stall_s: float) -> bool:
+        """Waits until everything up to the spool's `end` has arrived.
+
+        False when nothing more of it arrived for `stall_s`: however much there is, it may take its time, and the
+        sink's own rate is not held against it.
+        """
         self.wake()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._delivered.wait()
-        except TimeoutError:
-            return False
-        return self.refusal is None
+        while True:
+            acked = self.acked
+            try:
+                async with asyncio.timeout(stall_s):
+                    await self._delivered.wait()
+            except TimeoutError:
+                if self.acked == acked:
+                    return False
+            else:
+                return self.refusal is None
 
     async def stop(self) -> None:
         """Stops at once; what has not arrived stays in the spool. Idempotent."""

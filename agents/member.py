@@ -23,7 +23,7 @@ from agents import barrier, machine, process_tree, spool
 from agents.core import effects as do
 from agents.core import events as ev
 from agents.core.member import Member as MemberCore
-from agents.core.member_state import LOGS_LIMIT_S, REPORT_ANSWER_S
+from agents.core.member_state import LOGS_STALL_S, REPORT_ANSWER_S
 from agents.keeper_process import KeeperProcess
 from agents.launcher.base import LaunchSpec, lost_evidence
 from agents.launcher.launcher import LauncherHandle
@@ -410,7 +410,7 @@ class Member:
             self._logs_delivered = await self._ship_from_here(incarnation)
         else:
             try:
-                self._logs_delivered = await self._launcher.hand_over_logs(limit_s=LOGS_LIMIT_S)
+                self._logs_delivered = await self._launcher.hand_over_logs(stall_s=LOGS_STALL_S)
             except TransportError:
                 self._logs_delivered = await self._ship_from_here(incarnation)
         self._tell(ev.LogsHandedOver(incarnation=incarnation))
@@ -424,7 +424,7 @@ class Member:
         )
         shipper.start()
         try:
-            return await shipper.drain(LOGS_LIMIT_S)
+            return await shipper.drain(LOGS_STALL_S)
         finally:
             await shipper.stop()
 

@@ -36,7 +36,7 @@ from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
 from coordinator.warm_workers import WorkerWarmth
 from mesh import __version__
 from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record
-from mesh.errors import InternalError, MeshError
+from mesh.errors import InternalError, MeshError, MeshTimeoutError
 from mesh.messages import RAY_NAMESPACE
 from mesh.resources import Machine
 
@@ -272,12 +272,19 @@ class Head:
             raise InternalError("The deployment is not up yet.")
         await self._provider.grow(count)
         names = set(self._provider.machines)
-        async with asyncio.timeout(MACHINE_SEEN_LIMIT_S):
-            while True:
-                seen = await self._service.list_machines()
-                if names <= {machine["name"] for machine in seen}:
-                    return seen
-                await asyncio.sleep(MACHINE_LOOK_S)
+        try:
+            async with asyncio.timeout(MACHINE_SEEN_LIMIT_S):
+                while True:
+                    seen = await self._service.list_machines()
+                    if names <= {machine["name"] for machine in seen}:
+                        return seen
+                    await asyncio.sleep(MACHINE_LOOK_S)
+        except TimeoutError:
+            raise MeshTimeoutError(
+                "The new machines were started, but Ray has not told of them.",
+                hint="Look again in a moment: mesh get machines",
+                timeout_s=MACHINE_SEEN_LIMIT_S,
+            ) from None
 
     def _on_lost(self, name: str, code: int, tail: str) -> None:
         if self._is_stopping:

@@ -59,8 +59,10 @@ KILL_MARGIN_S = 2.0
 """How long after the grace period the supervisor may take before the member kills the tree itself."""
 KILL_REPEAT_S = 5.0
 """A tree that is still there so long after a kill is killed again, and the coordinator is told."""
-LOGS_LIMIT_S = 5.0
-"""How long a fence waits for the head to take the last logs: a head that is away holds no epoch up."""
+LOGS_STALL_S = 5.0
+"""How long a fence waits for a head that takes no more of the last logs: one that is away holds no epoch up."""
+LOGS_LIMIT_S = 60.0
+"""How long it waits for one that is taking them: some 60 MiB may be left at 16 MiB a second, on a busy machine."""
 
 
 @dataclass(slots=True)

@@ -45,8 +45,8 @@ class LauncherActor:
     async def kill(self) -> None:
         await self._launcher.kill()
 
-    async def hand_over_logs(self, limit_s: float) -> bool:
-        return await self._launcher.hand_over_logs(limit_s=limit_s)
+    async def hand_over_logs(self, stall_s: float) -> bool:
+        return await self._launcher.hand_over_logs(stall_s=stall_s)
 
     async def close(self) -> None:
         await self._launcher.close()
@@ -79,8 +79,8 @@ class RayLauncher:
     async def kill(self) -> None:
         await _answer(self._handle().kill.remote())
 
-    async def hand_over_logs(self, *, limit_s: float) -> bool:
-        return bool(await _answer(self._handle().hand_over_logs.remote(limit_s)))
+    async def hand_over_logs(self, *, stall_s: float) -> bool:
+        return bool(await _answer(self._handle().hand_over_logs.remote(stall_s)))
 
     async def close(self) -> None:
         actor, self._actor = self._actor, None

@@ -41,8 +41,8 @@ class LauncherHandle(Protocol):
     async def kill(self) -> None:
         """SIGKILL of the tree, now. It may overtake `launch` as `stop` may."""
 
-    async def hand_over_logs(self, *, limit_s: float) -> bool:
-        """True when the head has all output; False when it had not after `limit_s`."""
+    async def hand_over_logs(self, *, stall_s: float) -> bool:
+        """True when the head has all output; False when nothing more arrived for `stall_s`."""
 
     async def close(self) -> None:
         """Ends everything that is left, at once. Idempotent."""
@@ -95,10 +95,10 @@ class Launcher:
         if self._command is not None:
             await self._command.kill()
 
-    async def hand_over_logs(self, *, limit_s: float) -> bool:
+    async def hand_over_logs(self, *, stall_s: float) -> bool:
         if self._shipper is None:
             return True
-        is_delivered = await self._shipper.drain(limit_s)
+        is_delivered = await self._shipper.drain(stall_s)
         if not is_delivered:
             _log.warning("The last output was not delivered: %s", self._shipper.refusal or "no answer")
         return is_delivered

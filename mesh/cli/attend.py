@@ -26,9 +26,7 @@ from mesh.reasons import Reason
 from mesh.states import RunState
 
 LAST_LINES_LIMIT_S = 20.0
-"""How long the rest of the logs is waited for after the run has ended: longer than the server waits for
-late output.
-"""
+"""How long the next line is waited for after the run has ended: longer than the server waits for late output."""
 CANCEL_SENT_LIMIT_S = 3.0
 TOLD_KINDS = frozenset({"Waiting", "Assembling", "AssemblyFailed", "MemberLost", "RankFailed", "FenceFailed"})
 """Events whose own words are said; the others are for `mesh describe`."""
@@ -58,6 +56,7 @@ class Attendance:
         self._interrupts = interrupts
         self._logs_to_stderr = logs_to_stderr
         self._stopped_by: signal.Signals | None = None
+        self._lines_shown = 0
         self.final: Mapping[str, Any] | None = None
         """The run as it ended; None until then."""
 
@@ -83,6 +82,7 @@ class Attendance:
         cancelling: asyncio.Task[None] | None = None
         signalled = asyncio.create_task(self._interrupts.next())
         deadline: float | None = None
+        lines_before = 0
         try:
             while True:
                 open_tasks = {task for task in (story, logs) if not task.done()}
@@ -91,11 +91,15 @@ class Attendance:
                 if story.done():
                     if not open_tasks or story.exception() is not None:
                         return None
-                    deadline = deadline or loop.time() + LAST_LINES_LIMIT_S
+                    if deadline is None:
+                        deadline, lines_before = loop.time() + LAST_LINES_LIMIT_S, self._lines_shown
                 left_s = None if deadline is None else max(0.0, deadline - loop.time())
                 done, _ = await asyncio.wait(
                     {*open_tasks, signalled}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
                 )
+                if not done and self._lines_shown > lines_before:
+                    deadline = None  # they still come: there is much left
+                    continue
                 if not done:
                     self._terminal.warn(f"The end of the logs is missing; see `mesh logs {self._name}`.")
                     return None
@@ -145,6 +149,7 @@ class Attendance:
                 async for line in lines:
                     spinner.stop()
                     await pump.put(view.render(line))
+                    self._lines_shown += 1
             except MeshError as error:
                 self._terminal.warn(f"The logs of {self._name} cannot be shown: {error}")
         await pump.put(view.finish())

@@ -64,7 +64,7 @@ class Stage:
                     event := await launcher.next_event(), ev.TreeEmpty | ev.CommandStartFailed
                 ):
                     pass
-            assert await launcher.hand_over_logs(limit_s=LIMIT_S)
+            assert await launcher.hand_over_logs(stall_s=LIMIT_S)
             return event
         finally:
             await launcher.close()

@@ -133,6 +133,16 @@ async def test_a_command_that_printed_nothing_is_drained_too(head: Head, tmp_pat
     assert await head.texts() == []
 
 
+async def test_much_left_output_may_take_longer_than_a_stall(head: Head, tmp_path: Path) -> None:
+    await head.down()
+    await head.up(rate_bytes_per_s=500_000.0, burst_bytes=50_000.0)
+    lines = [f"{number:0999d}\n" for number in range(1_500)]
+    write_spool(tmp_path / "spool", out(*lines))
+    async with shipping(tmp_path / "spool", head.endpoint) as shipper:
+        assert await shipper.drain(2.0), "1.5 MB at 0.5 MB/s are under way for three seconds"
+    assert len(await head.texts()) == 1_500
+
+
 async def test_a_spool_that_appears_later_is_waited_for(head: Head, tmp_path: Path) -> None:
     async with shipping(tmp_path / "spool", head.endpoint) as shipper:
         assert not await shipper.drain(0.1)
