@@ -73,6 +73,8 @@ class Coordinator:
         self._driver_tasks: dict[RunUid, asyncio.Task[None]] = {}
         self._names: dict[str, RunUid] = {}
         self._news = asyncio.Event()
+        self._faults: dict[str, str] = {}
+        """Drivers that ended by a fault of this program, and the fault: told by `status`."""
         self._is_stopping = False
 
     async def start(self) -> None:
@@ -122,6 +124,7 @@ class Coordinator:
     def _driver_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             _log.critical("%s failed; the run stands still", task.get_name(), exc_info=task.exception())
+            self._faults[task.get_name()] = repr(task.exception())
 
     def _tell_news(self) -> None:
         self._news.set()
@@ -246,6 +249,8 @@ class Coordinator:
         trouble = self._storage_trouble()
         if trouble is not None:
             details["journal"] = trouble
+        if self._faults:
+            details["standing still"] = "; ".join(f"{name} ({fault})" for name, fault in self._faults.items())
         return {
             "state": "Stopping" if self._is_stopping else "Ready",
             "version": str(self._deployment.get("version", "")),

@@ -39,6 +39,7 @@ _runs = sa.Table(
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("request_id", sa.Text, unique=True),
     sa.Column("job", sa.Text, nullable=False),
+    sa.Column("plan", sa.Text, nullable=False),
     sa.Column("record", sa.Text, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("deleted_at", sa.Float),
@@ -140,7 +141,8 @@ class SqlJournal:
                         name=row.name,
                         request_id=request_id,
                         job=json.dumps(row.job),
-                        record=json.dumps(row.record),
+                        plan=json.dumps(row.record["plan"]),
+                        record=_changing_part(row.record),
                         created_at=row.created_at,
                     )
                 )
@@ -158,7 +160,7 @@ class SqlJournal:
     ) -> None:
         async with self._transaction() as connection:
             await connection.execute(
-                _runs.update().where(_runs.c.uid == uid).values(record=json.dumps(record))
+                _runs.update().where(_runs.c.uid == uid).values(record=_changing_part(record))
             )
             if announcements:
                 await connection.execute(
@@ -228,12 +230,17 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
+def _changing_part(record: dict[str, Any]) -> str:
+    """A record without its plan, which never changes and may hold a megabyte of environment."""
+    return json.dumps({key: value for key, value in record.items() if key != "plan"})
+
+
 def _run_row(row: Any) -> RunRow:
     return RunRow(
         uid=RunUid(row.uid),
         name=row.name,
         job=json.loads(row.job),
-        record=json.loads(row.record),
+        record={**json.loads(row.record), "plan": json.loads(row.plan)},
         created_at=row.created_at,
     )
 

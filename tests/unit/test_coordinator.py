@@ -13,6 +13,7 @@ import pytest
 from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
 from coordinator.core.events import BarrierOpened
+from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang
 from coordinator.journal import SqlJournal
 from mesh.errors import ConflictError, NotFoundError, StorageError, TransportError
@@ -261,6 +262,15 @@ async def test_a_full_disk_refuses_new_work_keeps_what_runs_and_ends_when_there_
     is_full = False
     await report
     await bench.submit("more")
+
+
+async def test_a_driver_that_fails_is_told_by_status(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.submit("unlucky")
+    monkeypatch.setattr(GangCore, "handle", lambda *_: 1 / 0)
+    with pytest.raises(TransportError):
+        await bench.coordinator.cancel("unlucky", "")
+    monkeypatch.undo()
+    assert "ZeroDivisionError" in (await bench.coordinator.status())["details"]["standing still"]
 
 
 async def test_shutdown_cancels_what_runs_and_waits_for_its_fence(bench: Bench) -> None:
