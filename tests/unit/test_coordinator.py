@@ -270,6 +270,7 @@ async def test_a_driver_that_fails_is_told_by_status(bench: Bench, monkeypatch: 
     with pytest.raises(TransportError):
         await bench.coordinator.cancel("unlucky", "")
     monkeypatch.undo()
+    await bench.until(lambda: bool(bench.coordinator._faults))
     assert "ZeroDivisionError" in (await bench.coordinator.status())["details"]["standing still"]
 
 
