@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mesh.deployment import STATE_VARIABLE
+from mesh.deployment import LOCK_NAME, STATE_VARIABLE
 from mesh.errors import DeploymentError, MeshError, SpecError, StorageError
 from mesh.reasons import Reason
 
@@ -214,7 +214,7 @@ def claim(path: Path) -> Iterator[StateFolder]:
     """
     with state_errors(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ URL_VARIABLE = "GANGMESH_URL"
 TOKEN_VARIABLE = "GANGMESH_TOKEN"
 DB_VARIABLE = "GANGMESH_DB"
 RECORD_NAME = "deployment.json"
+LOCK_NAME = "lock"
+"""Held by the head for its life; its pid is in it."""
 RECORD_BYTES_MAX = 64 * 1024
 START_TIME_TOLERANCE_S = 2.0
 """A process's start time is derived from the boot time, which the kernel adjusts by fractions of a second."""
@@ -120,8 +123,32 @@ def live_record(state: Path) -> DeploymentRecord | None:
     return record if record is not None and record.is_alive else None
 
 
+def claimed_by(state: Path) -> int | None:
+    """The pid of the head that has this folder, also while it starts or stops and there is no record of it."""
+    path = state / LOCK_NAME
+    try:
+        lock = path.stat()
+        pid = int(path.read_text(encoding="utf-8"))
+        opened = list(Path(f"/proc/{pid}/fd").iterdir())
+    except (OSError, ValueError):
+        return None
+    for link in opened:  # the number may be another process's by now; the open lock is its own
+        with contextlib.suppress(OSError):
+            if os.path.samestat(link.stat(), lock):
+                return pid
+    return None
+
+
 def not_running(state: Path) -> DeploymentError:
     """The error for a call that needs a deployment where none is running."""
+    if (pid := claimed_by(state)) is not None:
+        return DeploymentError(
+            f"The deployment in {state} is starting or stopping (process {pid}).",
+            hint="Wait for it with `mesh up`, or see its head.log there.",
+            reason=Reason.DEPLOYMENT_NOT_RUNNING,
+            path=str(state),
+            pid=pid,
+        )
     record_left = (state / RECORD_NAME).exists()
     story = "ended without taking its record away (it was killed, or the machine restarted)"
     return DeploymentError(

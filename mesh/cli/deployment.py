@@ -50,10 +50,17 @@ async def _up(
     db: str | None,
     output: OutputFormat,
 ) -> int:
-    from mesh.cli.head import HeadOptions, prepare_state, stale_record, start_head, starting_lock
+    from mesh.cli.head import (
+        HeadOptions,
+        prepare_state,
+        settled_record,
+        stale_record,
+        start_head,
+        starting_lock,
+    )
     from mesh.cli.interrupts import Interrupts, SignalledError
     from mesh.cli.terminal import Terminal
-    from mesh.deployment import live_record, state_folder
+    from mesh.deployment import state_folder
 
     folder = state_folder(state)
     terminal = Terminal()
@@ -62,7 +69,7 @@ async def _up(
 
     async def start() -> tuple[DeploymentRecord, bool]:
         async with terminal.working("Starting") as spinner, starting_lock(folder, spinner.say):
-            running = live_record(folder)
+            running = await settled_record(folder, spinner.say)
             if running is not None:
                 return running, False
             if stale_record(folder):
@@ -121,10 +128,10 @@ def down(
 
 
 async def _down(state: Path | None, yes: bool) -> int:
-    from mesh.cli.head import prepare_state, starting_lock, stop_head
+    from mesh.cli.head import prepare_state, settled_record, starting_lock, stop_head
     from mesh.cli.output import stdin_is_terminal
     from mesh.cli.terminal import Terminal
-    from mesh.deployment import live_record, state_folder
+    from mesh.deployment import state_folder
 
     folder = state_folder(state)
     terminal = Terminal()
@@ -133,7 +140,7 @@ async def _down(state: Path | None, yes: bool) -> int:
         return 0
     prepare_state(folder)
     async with terminal.working("Stopping") as spinner, starting_lock(folder, spinner.say):
-        record = live_record(folder)
+        record = await settled_record(folder, spinner.say)
         if record is None:
             terminal.note(f"No deployment is running from {folder}; there is nothing to stop.")
             return 0

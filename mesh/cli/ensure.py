@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mesh.cli.head import HeadOptions, prepare_state, start_head, starting_lock
+from mesh.cli.head import HeadOptions, prepare_state, settled_record, start_head, starting_lock
 from mesh.cli.interrupts import Interrupts
 from mesh.cli.terminal import Terminal
 from mesh.client import MeshClient, connect
@@ -68,7 +68,7 @@ async def _start(options: HeadOptions, terminal: Terminal) -> bool:
         terminal.working("Starting a deployment on this host") as spinner,
         starting_lock(options.state, spinner.say),
     ):
-        if live_record(options.state) is not None:
+        if await settled_record(options.state, spinner.say) is not None:
             return False
         await start_head(options, lambda stage: spinner.say(f"Starting a deployment: {stage}"))
         return True

@@ -27,7 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh.deployment import DB_VARIABLE, STATE_VARIABLE, DeploymentRecord, live_record, read_record
+from mesh.deployment import (
+    DB_VARIABLE,
+    STATE_VARIABLE,
+    DeploymentRecord,
+    claimed_by,
+    live_record,
+    read_record,
+)
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
 from mesh.reasons import Reason
 
@@ -106,6 +113,29 @@ async def starting_lock(state: Path, say: Say) -> AsyncIterator[None]:
                 await asyncio.sleep(LOCK_LOOK_S)
                 waited_s += LOCK_LOOK_S
         yield
+
+
+async def settled_record(state: Path, say: Say) -> DeploymentRecord | None:
+    """As `live_record`, but a head that starts or stops on its own is waited for. Hold `starting_lock`.
+
+    That one's client was killed, or it begins again because Ray was lost.
+
+    Raises:
+        DeploymentError: the record is damaged; (DeploymentBusy) it did not come to rest in time.
+    """
+    waited_s = 0.0
+    while (record := live_record(state)) is None and (pid := claimed_by(state)) is not None:
+        say(f"A deployment is starting or stopping here on its own (process {pid}); waiting for it")
+        if waited_s > START_LIMIT_S:
+            raise DeploymentError(
+                f"The deployment in {state} has been starting or stopping for {START_LIMIT_S:g} s (process {pid}).",
+                hint="See what it does: head.log in that folder.",
+                reason=Reason.DEPLOYMENT_BUSY,
+                pid=pid,
+            )
+        await asyncio.sleep(LOCK_LOOK_S)
+        waited_s += LOCK_LOOK_S
+    return record
 
 
 async def start_head(options: HeadOptions, say: Say) -> DeploymentRecord:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 
 from coordinator.api.app import make_app
-from mesh.deployment import DeploymentRecord, process_started, write_record
+from mesh.deployment import LOCK_NAME, DeploymentRecord, process_started, write_record
 from mesh.errors import DeploymentError
 from mesh.reasons import Reason
 from mesh.spec import DeploymentFacts
@@ -41,7 +42,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 async def serve(options: argparse.Namespace) -> int:
     def tell(news: dict[str, object]) -> None:
-        os.write(options.ready_fd, (json.dumps(news) + "\n").encode())
+        with contextlib.suppress(BrokenPipeError):
+            os.write(options.ready_fd, (json.dumps(news) + "\n").encode())
+
+    lock = (options.state / LOCK_NAME).open("w", encoding="utf-8")  # for life, as the real one
+    lock.write(str(os.getpid()))
+    lock.flush()
 
     tell({"stage": "starting the fake"})
     misbehaviour = os.environ.get("FAKE_HEAD", "")

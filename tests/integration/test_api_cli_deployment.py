@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.deployment import read_record
+from mesh.deployment import claimed_by, read_record
 from tests.fakes.shell import DEADLINE_S, Shell, line_with, until
 
 
@@ -86,6 +86,35 @@ def test_of_two_ups_at_once_the_second_waits_for_the_first(shell: Shell) -> None
     said = sorted(out.split(" at ")[0] for out, _ in answers)
     assert said == ["A deployment runs", "A deployment was running already"]
     assert len((shell.state / "starts").read_text().split()) == 1
+
+
+@pytest.mark.parametrize("command", ["up", "down", "run"])
+def test_a_head_that_comes_up_without_its_client_is_waited_for(shell: Shell, command: str) -> None:
+    client = shell.start("up", env={"FAKE_HEAD": "slow"})
+    until(lambda: claimed_by(shell.state) is not None)
+    client.kill()
+    client.communicate()
+    status = shell.mesh("status")
+    assert (status.returncode, "is starting or stopping" in status.stderr) == (3, True)
+    second = shell.start(command, *(("--", "script", "exit:0") if command == "run" else ()))
+    until(lambda: _waits_for_starting_lock(shell, second.pid))
+    (shell.state / "go").touch()
+    output, errors = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, errors
+    assert len((shell.state / "starts").read_text().split()) == 1
+    if command == "up":
+        assert "was running already" in output
+    elif command == "down":
+        assert "Stopped the deployment" in errors
+
+
+def _waits_for_starting_lock(shell: Shell, pid: int) -> bool:
+    """It has the lock, so it has looked for a deployment or is about to."""
+    return any(
+        os.path.samefile(f"/proc/{pid}/fd/{fd}", shell.state / "starting.lock")
+        for fd in os.listdir(f"/proc/{pid}/fd")
+        if os.path.exists(f"/proc/{pid}/fd/{fd}")
+    )
 
 
 def test_what_the_head_says_about_its_start_is_passed_on(shell: Shell) -> None:
