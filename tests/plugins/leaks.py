@@ -114,8 +114,16 @@ def pytest_runtest_protocol(
     return result
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True, trylast=True)  # within the terminal's own, which prints what is found
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    try:
+        return (yield)  # the teardown of what lives as long as the session
+    finally:
+        # Also when a second Ctrl-C broke off that teardown: then above all.
+        _look(session)
+
+
+def _look(session: pytest.Session) -> None:
     watch = session.config.stash[_watch]
     factory = session.config._tmp_path_factory  # type: ignore[attr-defined]
     watch.leaks = wait_for_none(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from tests.plugins.leaks import TOKEN_VARIABLE, Leak, find_leaks, wait_for_none
 
@@ -77,6 +80,16 @@ def test_that_leaks():
                      env={**os.environ, "GANGMESH_DEPLOYMENT": "/inner"}, stdin=subprocess.DEVNULL,
                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
+LEAKING_AND_INTERRUPTED = (
+    LEAKING
+    + """
+import pytest
+@pytest.fixture(scope="session", autouse=True)
+def torn_down_in_vain():
+    yield
+    raise KeyboardInterrupt
+"""
+)
 FAILING = """
 import random
 def test_that_fails(seed):
@@ -99,6 +112,20 @@ def test_a_leaking_session_fails_names_the_test_and_leaves_nothing(tmp_path: Pat
     assert "1 passed" in ended.stdout
     assert "processes left behind" in ended.stdout
     assert "began during: test_inner.py::test_that_leaks" in ended.stdout
+
+
+def test_a_teardown_that_is_interrupted_does_not_keep_the_leak_alive(tmp_path: Path) -> None:
+    began_at = time.time()
+    run_inner(tmp_path, LEAKING_AND_INTERRUPTED, f"--basetemp={tmp_path / 'inner'}", "--leak-limit-s", "0.2")
+    left = [p for p in psutil.process_iter() if p.create_time() >= began_at - 1 and is_the_inner_leak(p)]
+    assert left == []
+
+
+def is_the_inner_leak(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        is_alive = process.status() != psutil.STATUS_ZOMBIE
+        return is_alive and process.environ().get("GANGMESH_DEPLOYMENT") == "/inner"
+    return False
 
 
 def test_a_failure_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
