@@ -23,7 +23,10 @@ USER = {
 
 def test_ray_gets_none_of_the_users_own() -> None:
     made = ray_environment(USER, token_file=Path("/s/ray-token"), deployment_id="abc", source=Path("/src"))
-    assert not {"RAY_ADDRESS", "PYTHONSTARTUP", "LD_PRELOAD", "GANGMESH_TOKEN", "GANGMESH_DB", "BIG"} & made.keys()
+    assert (
+        not {"RAY_ADDRESS", "PYTHONSTARTUP", "LD_PRELOAD", "GANGMESH_TOKEN", "GANGMESH_DB", "BIG"}
+        & made.keys()
+    )
     assert made["RAY_worker_niceness"] == "0"
     assert made["PYTHONPATH"] == "/src"
     assert made["RAY_AUTH_MODE"] == "token"
