@@ -7,8 +7,10 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Runs the command that was typed and ends the process with its exit code."""
+    from mesh.cli.guard import guarded, leave, open_missing_streams
+
+    open_missing_streams()
     from mesh.cli.app import app
-    from mesh.cli.guard import guarded, leave
 
     def run() -> int:
         try:

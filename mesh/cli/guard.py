@@ -7,6 +7,7 @@ a file.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -35,13 +36,36 @@ def guarded(run: Callable[[], int], *, state: Path | None = None) -> int:
         return run()
     except MeshError as error:
         return report(error)
-    except OutputClosedError:
-        return ExitCode.PIPE_CLOSED
+    except OutputClosedError as error:
+        return _output_lost(error)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the guard: no user sees a traceback
         write_err(_crash_line(error, state))
         return ExitCode.FAILED
+
+
+def _output_lost(error: OutputClosedError) -> int:
+    """A reader that has gone wants no more; a disk that is full leaves the user without what was asked for."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        write_err(f"mesh: The output cannot be written: {cause.strerror}. What runs goes on.\n")
+        return ExitCode.FAILED
+    return ExitCode.PIPE_CLOSED
+
+
+def open_missing_streams() -> None:
+    """Standard streams that the caller has closed become /dev/null, before anything else is opened.
+
+    Else the next file to be opened, a lock or a connection, would take the number and get our output.
+    """
+    for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            stream = os.fdopen(opened, mode, encoding="utf-8")
+            setattr(sys, ("stdin", "stdout", "stderr")[descriptor], stream)
 
 
 def report(error: MeshError) -> int:
