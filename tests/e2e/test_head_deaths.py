@@ -54,19 +54,23 @@ def test_full_disks_cost_output_and_new_work_but_no_running_gang(tmp_path: Path)
 
 
 def _spool_full(mesh: RealMesh) -> None:
-    gate, second = mesh.gate("spool"), mesh.gate("spool-end")
+    gate, room, end = mesh.gate("spool"), mesh.gate("spool-room"), mesh.gate("spool-end")
     name = mesh.submit(
         "--nodes", "2", "--", "sh", "-c",
         f"echo before; {WAIT_FOR.format(gate)}; yes lost words | head -c 3000000; "
-        f"{WAIT_FOR.format(second)}; echo after",
+        f"{WAIT_FOR.format(room)}; "
+        f"while [ ! -e {end} ]; do echo after; sleep 0.2; done",
     )  # fmt: skip
+    mesh.running(name)
     mesh.wait_for_print(name, "before", 0, 1)
     filler = fill(mesh.state / "machines" / "local-2")
     gate.touch()
     wait_until(lambda: len(mesh.printed(name, 0)) > 3_000_000, "the other rank's output")
     assert mesh.run(name)["status"]["state"] == "Running"
     filler.unlink()
-    second.touch()
+    room.touch()
+    mesh.wait_for_print(name, "after", 0, 1)
+    end.touch()
     assert mesh.ended(name)["status"]["state"] == "Succeeded"
     shown = mesh.cli("logs", name, "--rank", "1").stdout
     assert shown.startswith("before") and shown.endswith("after\n")
