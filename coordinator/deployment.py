@@ -105,14 +105,27 @@ def machine_name(index: int) -> str:
 class StateFolder:
     """A claimed state folder. Make one with `claim`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, lock: int | None = None) -> None:
         self.path = path
+        self._lock = lock
         self.ray = path / "ray"
         self.machines = path / "machines"
         self.logs = path / "logs"
         self.head_log = path / "head.log"
         self._outside_note = path / "outside"
         self._inventory = path / "machines.json"
+
+    @property
+    def is_ours(self) -> bool:
+        """False once the folder was removed, or its lock is another file: nobody finds this deployment any more."""
+        if self._lock is None:
+            return True
+        try:
+            return os.path.samestat((self.path / LOCK_NAME).stat(), os.fstat(self._lock))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a disk in trouble says nothing about whose it is
+            return True
 
     def prepare(self) -> None:
         """Makes what lies in the folder. Raises DeploymentError, StorageError."""
@@ -224,7 +237,7 @@ def claim(path: Path) -> Iterator[StateFolder]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             _probe(path)
-        yield StateFolder(path)
+        yield StateFolder(path, lock=descriptor)
     finally:
         os.close(descriptor)
 

@@ -11,6 +11,7 @@ Rules of this file:
    says so, takes everything down, and asks its caller to begin again (`Outcome.RESTART`) on the same folder and
    port. The journal says what was running.
 3. A machine that is lost is said and left; `grow` brings another one under a new name.
+4. A head whose state folder was removed can be found by nobody, so it ends.
 """
 
 from __future__ import annotations
@@ -300,6 +301,8 @@ class Head:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._housekeeping()
+            if not await asyncio.to_thread(lambda: self._state.is_ours):
+                self.stop("the state folder is gone, and with it every way to this deployment")
 
     def _spawn_task(self, work: Any, name: str) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)
@@ -324,7 +327,8 @@ class Head:
         left = await leftovers.end_all(self._owner, grace_s=SWEEP_GRACE_S)
         if left:
             _log.error("processes that cannot be killed: %s", left)
-        if not self._end.done() or self._end.result() is Outcome.STOPPED:
+        is_over = not self._end.done() or self._end.result() is Outcome.STOPPED
+        if is_over and self._state.is_ours:
             (self._state.path / RECORD_NAME).unlink(missing_ok=True)
         _log.info("everything is down")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coordinator import leftovers
 from mesh.deployment import live_record
 from mesh.reasons import Reason
 from tests.deployment_fixture import (
@@ -270,3 +271,11 @@ def test_a_deployment_whose_ray_is_lost_begins_again_in_the_same_place(
     assert running.record.is_alive
     assert _names(running) == ["local-1", "local-2"]
     assert str(ROOT) in running.call("GET", "/v1/status")["details"]["path"]
+
+
+def test_a_deployment_whose_folder_is_removed_ends(deployment: StartDeployment, tmp_path: Path) -> None:
+    running = deployment(machines=1, module=STAND_IN)
+    owner = running.owner
+    (running.state).rename(tmp_path / "elsewhere")
+    running.process.wait(60)
+    wait_until(lambda: not leftovers.find(owner), limit_s=GONE_LIMIT_S, what="nothing of it to be left")
