@@ -32,9 +32,8 @@ from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
 from coordinator.listen import url_of
-from coordinator.providers.local import WORKERS_READY, LocalProvider
+from coordinator.providers.local import LocalProvider
 from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
-from coordinator.warm_workers import WorkerWarmth
 from mesh import __version__
 from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record
 from mesh.errors import InternalError, MeshError, MeshTimeoutError
@@ -181,10 +180,6 @@ class Head:
         self._undo("coordinator and store", self._actors.stop)
         self._service = await self._actors.start(self._coordinator_config(logs))
         self._undo("runs", self._end_runs, limit_s=RUNS_STOP_LIMIT_S + STAGE_LIMIT_S)
-        warmth = WorkerWarmth(
-            list_machines=self._service.list_machines, node_id=ray.node_id_of, workers=WORKERS_READY
-        )
-        self._spawn_task(warmth.keep(), "warm workers")
         await self._open_api(self._service)
         self._write_record()
 

@@ -51,6 +51,8 @@ RAY_SETTINGS: Mapping[str, str] = {
     "RAY_worker_niceness": "0",
     # Idle workers are kept: the next member finds one that is warm.
     "RAY_kill_idle_workers_interval_ms": "0",
+    # What a member and its launcher import, ahead (`coordinator.warm_workers`).
+    "RAY_preload_python_modules": "agents.node,agents.launcher.actor",
     # A killed worker would look like a lost machine, and it is the user's command that eats the memory.
     "RAY_memory_monitor_refresh_ms": "0",
     # There is nobody to export to, and nobody who reads the dumps.

@@ -37,6 +37,7 @@ from agents.preparation import remove_run
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
+from coordinator.warm_workers import warm
 from mesh.errors import MeshTimeoutError, PlacementError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import FenceOrder, JoinOrder
@@ -88,6 +89,8 @@ class RayFleet:
         self._namespace = namespace
         self._member_config = dict(member_config)
         self._used_by = used_by
+        self._warming: asyncio.Task[None] | None = None
+        """Kept, so that it is not collected while it runs; nobody waits for it."""
         self._creating: dict[_Key, asyncio.Task[PlacementGroup]] = {}
 
     async def machines(self) -> list[MachineFacts]:
@@ -126,6 +129,7 @@ class RayFleet:
         group = await _ray(_find_group, key)
         if group is None:
             return
+        node_ids = await _ray(_node_ids, group)
         await _ray(remove_placement_group, group)
         try:
             async with asyncio.timeout(REMOVAL_TIMEOUT_S):
@@ -135,6 +139,7 @@ class RayFleet:
             raise MeshTimeoutError(
                 f"Ray has not confirmed the release of {key.name}.", timeout_s=REMOVAL_TIMEOUT_S
             ) from None
+        self._warming = asyncio.create_task(asyncio.to_thread(warm, node_ids), name="warm workers")
 
     # ---- members ----------------------------------------------------------------------------------
 
@@ -268,6 +273,11 @@ def _bundles(group: PlacementGroup) -> dict[MachineName, _Bundle]:
         facts = _facts(node)
         found[facts.name] = _Bundle(index=int(index), facts=facts)
     return found
+
+
+def _node_ids(group: PlacementGroup) -> list[str]:
+    """Of the machines of a group; none for one that never got any."""
+    return [node_id for node_id in placement_group_table(group)["bundles_to_node_id"].values() if node_id]
 
 
 def _find_group(key: _Key) -> PlacementGroup | None:

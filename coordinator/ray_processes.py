@@ -205,10 +205,6 @@ class RayProcesses:
         child = self._cluster.raylets.get(name) if self._cluster else None
         return child.pid if child is not None and child.is_running else None
 
-    def node_id_of(self, name: str) -> str | None:
-        """Ray's id of a node, while its raylet runs."""
-        return self._cluster.node_ids[name] if self._cluster and self.pid_of(name) is not None else None
-
     async def stop_node(self, name: str) -> bool:
         """Stops a node's raylet and with it its workers. False when it cannot be killed."""
         child = self._cluster.raylets.get(name) if self._cluster else None

@@ -1,92 +1,49 @@
-"""Keeps worker processes warm on free machines, so that a member's start does not pay for a Python start.
+"""Keeps worker processes ready on machines, so that a member's start does not pay for a Python start.
 
-Theory of operation. A member takes two worker processes of its machine (itself and its launcher), and they end with it.
-Ray starts a worker when a task wants one and keeps it idle afterwards, for actors too. So a few empty tasks, pinned to
-the machine and begun together, leave that many workers ready, with the modules imported that a member needs. A machine
-is warmed when it joined and whenever it has become free again.
+Theory of operation. A member takes two worker processes of its machine (its own and its launcher's), and they end with
+it. A raylet starts as many when it starts (`--num_prestart_python_workers`); after that, new ones have to be asked for.
+Ray has no call for it, and a worker that has once run a task is never used for an actor. So tasks are begun on
+the machine and cancelled before their workers have come up: the workers find nothing to do, and stay for the
+next member. What is imported ahead is a setting of the raylet (`RAY_preload_python_modules`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mesh.errors import MeshError
-from mesh.resources import Machine
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-LOOK_S = 1.0
-TOGETHER_S = 0.05
-"""Each task stays this long, so that no worker does two of them."""
-WARM_LIMIT_S = 30.0
-MODULES = ("agents.node", "agents.launcher.actor")
+WORKERS_READY = 2
+"""A member and its launcher."""
+BEGIN_S = 0.3
+"""From asking for a task until its worker is being started; a worker takes longer than this to come up."""
+CANCEL_LIMIT_S = 10.0
 
 _log = logging.getLogger(__name__)
 
-ListMachines = Callable[[], Awaitable[Sequence[Machine]]]
 
-
-class WorkerWarmth:
-    """Warms machines until it is cancelled.
-
-    Args:
-        list_machines: the machines and whether they are in use.
-        node_id: of a machine's Ray node; None when it is gone.
-        workers: how many each free machine shall have ready.
-    """
-
-    def __init__(
-        self, *, list_machines: ListMachines, node_id: Callable[[str], str | None], workers: int
-    ) -> None:
-        self._list_machines = list_machines
-        self._node_id = node_id
-        self._workers = workers
-        self._warm: set[str] = set()
-
-    async def keep(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except MeshError as error:  # the coordinator is being restarted
-                _log.debug("machines are not warmed now: %s", error)
-            await asyncio.sleep(LOOK_S)
-
-    async def look(self) -> None:
-        """Warms what is free and cold, once."""
-        machines = await self._list_machines()
-        free = {machine["name"] for machine in machines if machine["state"] == "Ready"}
-        self._warm &= free
-        cold = sorted(free - self._warm)
-        self._warm |= set(cold)
-        ids = [node_id for name in cold if (node_id := self._node_id(name)) is not None]
-        if ids:
-            await asyncio.to_thread(_warm, ids, self._workers)
-
-
-def _warm(node_ids: list[str], workers: int) -> None:
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(_import_modules)
-    pending = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
-        for node_id in node_ids
-        for _ in range(workers)
-    ]
+def warm(node_ids: Sequence[str]) -> None:
+    """Lets each node start the workers of one member. Blocking; whatever fails leaves a machine cold, no more."""
+    # A worker that comes up too early and does run the task ends after it (max_calls): it would be of no use.
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_nothing)
     try:
-        ray.get(pending, timeout=WARM_LIMIT_S)
-    except (
-        RayError,
-        GetTimeoutError,
-    ) as error:  # a machine that was lost or is busy: it is cold, nothing else
+        begun = [
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
+            for node_id in node_ids
+            for _ in range(WORKERS_READY)
+        ]
+        time.sleep(BEGIN_S)
+        for reference in begun:
+            ray.cancel(reference)
+        ray.wait(begun, num_returns=len(begun), timeout=CANCEL_LIMIT_S)
+    except RayError as error:
         _log.info("machines are not warm: %s", error)
 
 
-def _import_modules() -> None:
-    for module in MODULES:
-        importlib.import_module(module)
-    time.sleep(TOGETHER_S)
+def _nothing() -> None:
+    """What a warming task would do."""

@@ -17,11 +17,10 @@ from coordinator.deployment import MACHINES_MAX, GpuShape, Inventory, StateFolde
 from coordinator.providers.base import MachineGone, Offer, ProvidedMachine
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
 from coordinator.ray_processes import RayProcesses
+from coordinator.warm_workers import WORKERS_READY
 from mesh.errors import DeploymentError, MeshTimeoutError, PlacementError, SpecError
 from mesh.reasons import Reason
 
-WORKERS_READY = 2
-"""Worker processes that a machine keeps warm: its member, and the member's launcher."""
 STARTED_TOGETHER_MAX = 8
 LOSSES_UNSEEN_MAX = 256
 

@@ -25,6 +25,8 @@ from mesh.client import MeshClient
 FIRST_LINE = "import time; print('first', time.time(), flush=True)\n"
 OBEYS = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)\n"
 LIMIT_S = 120.0
+SETTLE_S = 4.0
+"""Before each round: a machine that was just given back starts worker processes for its next member."""
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
@@ -121,6 +123,7 @@ async def _warm(folder: Path, script: Path, rounds: int) -> tuple[list[float], l
     async with mesh.connect(state=folder / "state") as client:
         for number in range(rounds):
             bare.append(await asyncio.to_thread(_bare, script))
+            await asyncio.sleep(SETTLE_S)
             warm.append(await _submit_to_first_line(client, f"warm-{number}", script))
             cancels.append(await _cancel_to_silence(client, f"cancel-{number}", folder / "obeys.py"))
     return warm, bare, cancels
