@@ -49,6 +49,8 @@ RAY_SETTINGS: Mapping[str, str] = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # A user's command inherits the worker's priority; Ray's default makes it 15.
     "RAY_worker_niceness": "0",
+    # A supervisor ends its command's tree when its launcher dies; killed by Ray with it, it could not.
+    "RAY_kill_child_processes_on_worker_exit": "false",
     # Idle workers are kept: the next member finds one that is warm.
     "RAY_kill_idle_workers_interval_ms": "0",
     # What a member and its launcher import, ahead (`coordinator.warm_workers`).
