@@ -79,13 +79,13 @@ def _spool_full(mesh: RealMesh) -> None:
 
 def _journal_full(mesh: RealMesh, journal: Path) -> None:
     gate = mesh.gate("journal")
-    name = mesh.submit("--nodes", "1", "--", "sh", "-c", f"{WAIT_FOR.format(gate)}; echo done")
+    name = mesh.submit("--", "sh", "-c", f"{WAIT_FOR.format(gate)}; echo done")
     mesh.running(name)
     command = mesh.command(name, 0)
     filler = fill(journal)
 
     def refused() -> str:
-        done = mesh.cli("run", "-d", "--nodes", "1", "-e", f"X={'x' * 100_000}", "--", "true", code=None)
+        done = mesh.cli("run", "-d", "-e", f"X={'x' * 100_000}", "--", "true", code=None)
         return done.stderr if done.returncode != 0 else ""
 
     said = wait_until(refused, "new work to be refused")
@@ -96,7 +96,7 @@ def _journal_full(mesh: RealMesh, journal: Path) -> None:
     wait_until(lambda: not command.is_running(), "the command to end")
     filler.unlink()
     assert mesh.ended(name)["status"]["state"] == "Succeeded"
-    assert mesh.cli("run", "--nodes", "1", "--", "echo", "room again").stdout == "room again\n"
+    assert mesh.cli("run", "--", "echo", "room again").stdout == "room again\n"
 
 
 @pytest.mark.timeout(240)

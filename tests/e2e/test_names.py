@@ -51,7 +51,8 @@ def test_a_gang_waits_until_all_its_machines_are_free_and_says_why_machine_by_ma
     status = mesh.run("patient")["status"]
     assert (status["state"], status["reason"]) == ("Pending", "NoCapacity")
     uses = [part.strip(" .") for part in status["message"].partition(": ")[2].split(";")]
-    assert sorted(use.partition(" ")[2] for use in uses) == ["free", *[f"in use by {first}"] * 3], status
+    why = sorted(use.partition(" ")[2] for use in uses if not use.endswith(" lost"))
+    assert why == ["free", *[f"in use by {first}"] * 3], status
     assert [m["run"] for m in mesh.machines().values() if m["run"]] == [first] * 3, (
         "it holds no half of a gang"
     )

@@ -93,6 +93,7 @@ def test_the_lid_is_closed_and_the_run_goes_on(mesh: RealMesh) -> None:
         seen = b""
         while not (b"one 0" in seen and b"one 1" in seen):
             seen += os.read(master, 65536)
+        client.send_signal(signal.SIGSTOP)  # Ctrl-Z, and then the lid
     finally:
         os.close(master)  # the kernel sends SIGHUP to the session
     assert client.wait(60) == 128 + signal.SIGHUP
