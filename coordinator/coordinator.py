@@ -39,6 +39,8 @@ from mesh.states import RunState
 RUNS_MAX = 10_000
 EVENTS_PAGE_MAX = 1_000
 STOP_TIMEOUT_S = 5.0
+GIVE_BACK_LIMIT_S = 5.0
+"""How long a delete waits for the machines of a run that has just ended."""
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +182,8 @@ class Coordinator:
     async def delete(self, name: str) -> None:
         """See `CoordinatorService.delete`."""
         driver = self._driver(name)
+        if driver.core.gang.state.is_terminal:
+            await self._finished([driver], GIVE_BACK_LIMIT_S)
         if not driver.is_finished:
             state = driver.core.gang.state
             raise ConflictError(
@@ -274,17 +278,21 @@ class Coordinator:
                 driver.post(
                     CancelRequested(reason=Reason.CANCELLED, message="The deployment is being stopped.")
                 )
+        await self._finished(active, wait_s)
+        return [d.core.gang.plan.name for d in active if not d.is_finished]
+
+    async def _finished(self, drivers: list[GangDriver], wait_s: float) -> None:
+        """Returns when nothing is left to do for any of these, or after `wait_s`."""
         deadline = asyncio.get_running_loop().time() + wait_s
-        while any(not d.is_finished for d in active):
+        while any(not d.is_finished for d in drivers):
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
-                break
+                return
             news = self._news
             try:
                 await asyncio.wait_for(news.wait(), timeout=min(left_s, 0.5))
             except TimeoutError:
                 continue
-        return [d.core.gang.plan.name for d in active if not d.is_finished]
 
     # ---- what members and the store say -----------------------------------------------------------
 

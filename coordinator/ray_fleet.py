@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,10 @@ LEAVE_TIMEOUT_S = 3.0
 FORGET_TIMEOUT_S = 10.0
 REMOVAL_POLL_S = 0.02
 REMOVAL_TIMEOUT_S = 30.0
-WAITING_NOTICE_S = 1
-"""How long a reservation may take before its run says why it waits (whole seconds: Ray takes no less)."""
+WAITING_NOTICE_S = 1.0
+"""How long a reservation may take before its run says why it waits, and then between two looks."""
+READY_POLL_FIRST_S, READY_POLL_MAX_S = 0.005, 0.5
+"""Between two looks at a reservation; Ray's own wait would hold a thread for each waiting run."""
 
 T = TypeVar("T")
 
@@ -89,6 +92,8 @@ class RayFleet:
         self._namespace = namespace
         self._member_config = dict(member_config)
         self._used_by = used_by
+        self._seen: list[MachineFacts] = []
+        self._seen_at = float("-inf")
         self._warming: asyncio.Task[None] | None = None
         """Kept, so that it is not collected while it runs; nobody waits for it."""
         self._creating: dict[_Key, asyncio.Task[PlacementGroup]] = {}
@@ -96,6 +101,13 @@ class RayFleet:
     async def machines(self) -> list[MachineFacts]:
         nodes = await _ray(ray.nodes)
         return [_facts(node) for node in nodes if MACHINE_LABEL in node.get("Labels", {})]
+
+    async def _machines_lately(self) -> list[MachineFacts]:
+        """As they were at most a second ago: many runs may wait, and Ray is asked once for all of them."""
+        if time.monotonic() - self._seen_at >= WAITING_NOTICE_S:
+            self._seen_at = time.monotonic()
+            self._seen = await self.machines()
+        return self._seen
 
     # ---- reservations -----------------------------------------------------------------------------
 
@@ -109,8 +121,13 @@ class RayFleet:
             self._creating[key] = creation
             creation.add_done_callback(lambda _: self._creating.pop(key, None))
         group = await asyncio.shield(creation)
-        while not await _ray(group.wait, WAITING_NOTICE_S):
-            on_waiting(why_waiting(shape, await self.machines(), self._used_by()))
+        pause_s, told_at = READY_POLL_FIRST_S, time.monotonic()
+        while not await _ray(_is_ready, group):
+            if time.monotonic() - told_at >= WAITING_NOTICE_S:
+                told_at = time.monotonic()
+                on_waiting(why_waiting(shape, await self._machines_lately(), self._used_by()))
+            await asyncio.sleep(pause_s)
+            pause_s = min(READY_POLL_MAX_S, pause_s * 2)
         return await self._placements(group)
 
     async def _placements(self, group: PlacementGroup) -> tuple[Placement, ...]:
@@ -286,6 +303,10 @@ def _find_group(key: _Key) -> PlacementGroup | None:
     except ValueError:
         return None
     return None if _is_removed(group) else group
+
+
+def _is_ready(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def _is_removed(group: PlacementGroup) -> bool:

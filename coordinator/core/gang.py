@@ -232,11 +232,11 @@ class GangCore:
         gang = self.gang
         if gang.state is not RunState.PENDING or event.reservation != gang.reservation:
             return
-        if gang.message == event.why and gang.reason is Reason.NO_CAPACITY:
-            return
+        first_time = gang.reason is not Reason.NO_CAPACITY
         gang.reason = Reason.NO_CAPACITY
         gang.message = event.why
-        self._announce("Waiting", event.why, reason=Reason.NO_CAPACITY)
+        if first_time:  # later wordings are for whoever looks; a hundred waiting runs must not write each one
+            self._announce("Waiting", event.why, reason=Reason.NO_CAPACITY)
 
     def _on_machines_reserved(self, event: MachinesReserved) -> None:
         gang = self.gang

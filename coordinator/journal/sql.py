@@ -21,7 +21,7 @@ from mesh.errors import ConflictError, StorageError
 from mesh.ids import RunUid
 from mesh.reasons import Reason
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _metadata = sa.MetaData()
 

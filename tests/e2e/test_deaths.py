@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
@@ -120,6 +121,13 @@ def test_no_orphan_survives_a_death_on_a_machine_and_the_run_says_what_was_lost(
     mesh.no_process_left(run)
 
 
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    """Those that have ended meanwhile (the command's own short sleeps) need none."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
 def test_the_laptop_sleeps_longer_than_a_lease_and_the_run_goes_on(mesh: RealMesh) -> None:
     """Everything stands still, then everything goes on, in no particular order."""
     gate = mesh.gate("sleep")
@@ -130,13 +138,11 @@ def test_the_laptop_sleeps_longer_than_a_lease_and_the_run_goes_on(mesh: RealMes
     before = living(mesh, name)
     stopped = mesh.everything()
     try:
-        for process in stopped:
-            process.send_signal(signal.SIGSTOP)
+        _signal(stopped, signal.SIGSTOP)
         asleep_at = time.monotonic()
         wait_until(lambda: time.monotonic() - asleep_at > 2 * LEASE_TTL_S, "two leases to pass")
     finally:
-        for process in stopped:
-            process.send_signal(signal.SIGCONT)
+        _signal(stopped, signal.SIGCONT)
     seen = len(client.stdout)
     wait_until(lambda: len(client.stdout) > seen + 500, "lines after the sleep")
     assert living(mesh, name) == before
