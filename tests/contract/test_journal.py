@@ -1,9 +1,11 @@
 """What every journal must do, on SQLite and (where a server can be started) on PostgreSQL."""
 
+import asyncio
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -165,3 +167,7 @@ async def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         await journal.open()
     assert caught.value.reason is Reason.STATE_NOT_WRITABLE
+    # aiosqlite's thread says goodbye to this loop, which must still be there.
+    async with asyncio.timeout(10):
+        while any("_connection_worker_thread" in thread.name for thread in threading.enumerate()):
+            await asyncio.sleep(0.01)
