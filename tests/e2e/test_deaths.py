@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -125,6 +126,12 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     """Those that have ended meanwhile (the command's own short sleeps) need none."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _send_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # one that was about to end anyway
             process.send_signal(number)
 
 
