@@ -153,6 +153,11 @@ def _serve_claimed(
             got=options.machines,
         )
     gpu = GpuShape.parse(options.gpu) if options.gpu else None
+    db = options.db or original.get(DB_VARIABLE)
+    if db:
+        from coordinator.journal.sql import journal_url
+
+        journal_url(db)
     listener = bind(*parse_listen(options.listen))
     log = daemon.HeadLog(state.head_log)
     if not options.foreground:
@@ -181,7 +186,7 @@ def _serve_claimed(
     settings = HeadSettings(
         machines=options.machines,
         gpu=gpu,
-        db=options.db or original.get(DB_VARIABLE),
+        db=db,
         user_environment=ray_environment.user_environment(original, source=source),
         ray_environment=clean,
     )

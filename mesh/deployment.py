@@ -14,7 +14,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mesh.errors import DeploymentError
+from mesh.errors import DeploymentError, SpecError
 from mesh.reasons import Reason
 
 STATE_VARIABLE = "GANGMESH_STATE"
@@ -48,7 +48,12 @@ class DeploymentRecord:
 
 
 def state_folder(explicit: str | Path | None = None) -> Path:
-    """The state folder: as given, or `$GANGMESH_STATE`, or `~/.gangmesh`. Absolute; it need not exist."""
+    """The state folder: as given, or `$GANGMESH_STATE`, or `~/.gangmesh`. Absolute; it need not exist.
+
+    Raises SpecError for an empty name: an unset variable on the command line must not mean the current folder.
+    """
+    if explicit is not None and not str(explicit):
+        raise SpecError("--state is empty.", hint="Give a folder, or leave --state out.", field="--state")
     chosen = explicit or os.environ.get(STATE_VARIABLE) or "~/.gangmesh"
     return Path(chosen).expanduser().absolute()
 

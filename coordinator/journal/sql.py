@@ -12,16 +12,23 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from coordinator.core.effects import Announcement
 from coordinator.journal.base import EventRow, RunRow
-from mesh.errors import ConflictError, StorageError
+from mesh.errors import ConflictError, SpecError, StorageError
 from mesh.ids import RunUid
 from mesh.reasons import Reason
 
 SCHEMA_VERSION = 2
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "sqlite+aiosqlite": "sqlite+aiosqlite",
+    "postgresql": "postgresql+asyncpg",
+    "postgresql+asyncpg": "postgresql+asyncpg",
+    "postgres": "postgresql+asyncpg",
+}
 
 _metadata = sa.MetaData()
 
@@ -71,7 +78,7 @@ class SqlJournal:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = _async_url(url)
+        self._url = journal_url(url)
         self._engine: AsyncEngine | None = None
         self._is_sqlite = self._url.get_backend_name() == "sqlite"
 
@@ -211,16 +218,21 @@ class SqlJournal:
             ]
 
 
-def _async_url(text: str) -> sa.URL:
-    url = sa.make_url(text)
-    driver = {
-        "sqlite": "sqlite+aiosqlite",
-        "postgresql": "postgresql+asyncpg",
-        "postgres": "postgresql+asyncpg",
-    }
-    if url.drivername in driver:
-        url = url.set(drivername=driver[url.drivername])
-    return url
+def journal_url(text: str) -> sa.URL:
+    """The database that `--db` names, with the driver that we use. Raises SpecError for any other kind."""
+    try:
+        url = sa.make_url(text)
+    except ArgumentError:
+        url = None
+    driver = None if url is None else _DRIVERS.get(url.drivername)
+    if url is None or driver is None:
+        # The URL may hold a password: only its kind is shown.
+        raise SpecError(
+            f"--db takes sqlite:///PATH or postgresql://…; got one of kind '{text.partition(':')[0][:40]}'.",
+            hint="Leave it out to keep the journal in the state folder.",
+            field="--db",
+        )
+    return url.set(drivername=driver)
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

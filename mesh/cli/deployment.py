@@ -96,7 +96,9 @@ async def _up(
         print_document(terminal, facts, output)
         return 0
     verb = "A deployment runs" if started else "A deployment was running already"
-    terminal.out(f"{verb} at {record.url} ({present} machines, state folder {folder}).")
+    terminal.out(
+        f"{verb} at {record.url} ({present} machine{'s' if present != 1 else ''}, state folder {folder})."
+    )
     if started:
         terminal.note("Run something: mesh run --nodes 2 -- hostname   Stop it: mesh down")
     return 0

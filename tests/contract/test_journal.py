@@ -14,7 +14,7 @@ import pytest
 from coordinator.core.effects import Announcement
 from coordinator.core.gang_state import Gang
 from coordinator.journal import RunRow, SqlJournal
-from mesh.errors import ConflictError, StorageError
+from mesh.errors import ConflictError, SpecError, StorageError
 from mesh.ids import Epoch, Rank, RunName, RunUid
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
@@ -171,3 +171,10 @@ async def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     async with asyncio.timeout(10):
         while any("_connection_worker_thread" in thread.name for thread in threading.enumerate()):
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("url", ["mysql://me:secret@host/x", "nonsense", "oracle://x"])
+def test_a_database_of_another_kind_is_refused_without_showing_its_password(url: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        SqlJournal(url)
+    assert "sqlite" in str(caught.value) and "secret" not in str(caught.value)
