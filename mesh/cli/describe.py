@@ -13,6 +13,10 @@ EVENTS_SHOWN = 30
 LAST_LINES_SHOWN = 20
 
 
+_PATHS_ACCEPTED = {"Direct": "all but relayed ones", "Auto": "all, relayed ones too"}
+"""What `distributed.transport` allows; the path that is taken is told to the ranks (NODUS_GANG_TRANSPORT)."""
+
+
 def describe(
     run: RunArgument,
     output: OutputOption = OutputFormat.TABLE,
@@ -86,7 +90,7 @@ def _spec(spec: Mapping[str, Any]) -> list[str]:
         ("Directory", spec.get("workingDir")),
         ("Launcher", distributed.get("launcher")),
         ("Network", distributed.get("network")),
-        ("Transport", distributed.get("transport")),
+        ("Paths", _PATHS_ACCEPTED.get(str(distributed.get("transport")))),
         ("Startup", distributed.get("startupTimeout")),
         ("Grace", spec.get("gracePeriod")),
     ):
