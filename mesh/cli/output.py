@@ -32,12 +32,21 @@ class Column:
 def print_document(terminal: Terminal, document: Any, format_: OutputFormat) -> None:
     """The whole document, as JSON or YAML."""
     if format_ is OutputFormat.YAML:
-        import yaml
-
-        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip("\n")
+        text = yaml_text(document).rstrip("\n")
     else:
         text = json.dumps(document, indent=2, ensure_ascii=False)
     terminal.out(text)
+
+
+def yaml_text(document: Any) -> str:
+    """The document as YAML that reads back as it is.
+
+    PyYAML writes NEL (U+0085) as it stands where it may write Unicode, and reads it back as a line break.
+    """
+    import yaml
+
+    has_nel = "\x85" in json.dumps(document, ensure_ascii=False)
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=not has_nel))
 
 
 def print_table(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mesh.cli.output import yaml_text
 from mesh.command_check import check_command
 from mesh.contract import rank_environment
 from mesh.errors import SpecError
@@ -67,11 +67,12 @@ jobs = st.fixed_dictionaries(
 
 
 @given(jobs)
+@example({"metadata": {"name": "nel"}, "spec": {"command": ["\x85"]}})
 def test_a_job_survives_its_own_json_and_yaml(data: dict[str, Any]) -> None:
     job = job_from_data(data, source="")
     shown = job.to_json()
     assert parse_job(json.dumps(shown), source="job.json") == job
-    assert parse_job(yaml.safe_dump(shown, allow_unicode=True), source="job.yaml") == job
+    assert parse_job(yaml_text(shown), source="job.yaml") == job
     assert job_from_data(shown, source="").to_json() == shown
     plan = resolve(job)
     assert RunPlan.from_record(json.loads(json.dumps(plan.to_record()))) == plan
