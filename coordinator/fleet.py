@@ -1,14 +1,16 @@
 """The seam between a coordinator and its machines: hold them, bring members to life on them, give them back.
 
 Rules of this file:
-1. A reservation is all or nothing, and is named by (run uid, number): asking for it again finds it.
+1. A reservation is all or nothing, and is named by (run uid, number): asking for it again finds it. Its machines
+   are given back one by one, or all together while nobody has taken them.
 2. Everything may be done twice; the second time changes nothing.
 3. A wait ends when its caller cancels it. Nothing here decides what a failure means.
+4. A machine that is given back and not clean goes to nobody before it is swept, or gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +27,17 @@ class Shape:
     nodes: int
     gpus_per_node: int
     gpu_types: tuple[str, ...]
+    avoid: tuple[MachineName, ...] = ()
+    """Not these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Why a reservation takes time."""
+
+    why: str
+    is_possible: bool
+    """False when no machine that there is, busy ones included, could ever be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,8 @@ class MachineFacts:
     gpu_type: str | None
     gpu_count: int
     is_alive: bool
+    is_cordoned: bool = False
+    """Nobody gets it any more: it is wanted back."""
 
 
 class MemberGoneError(PlacementError):
@@ -53,16 +68,27 @@ class Fleet(Protocol):
         ...
 
     async def reserve(
-        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[str], None]
+        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[Waiting], None]
     ) -> tuple[Placement, ...]:
-        """Waits until every machine is held and returns them in rank order.
+        """Waits until every machine is held and returns them, as ranks should have them.
 
         `on_waiting` hears, machine by machine, why it takes time.
         """
         ...
 
-    async def release(self, uid: RunUid, reservation: int) -> None:
-        """Gives everything of this reservation back; returns when that is confirmed."""
+    async def withdraw(self, uid: RunUid, reservation: int) -> None:
+        """Gives everything of this reservation back, clean: nobody was ordered there. Returns when that is confirmed."""
+        ...
+
+    async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
+        """Gives one machine back; returns when others may have it, or when it is gone.
+
+        Unless `is_clean`, everything of the run that still runs there is killed first, and that is proven.
+        """
+        ...
+
+    async def cordon(self, machine: MachineName) -> None:
+        """Nobody gets this machine from now on: it is wanted back. NotFoundError when there is no such machine."""
         ...
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
@@ -86,6 +112,10 @@ def matches(facts: MachineFacts, shape: Shape) -> str | None:
     """None when the machine has what a member of this shape needs, else what it lacks."""
     if not facts.is_alive:
         return "lost"
+    if facts.is_cordoned:
+        return "wanted back"
+    if facts.name in shape.avoid:
+        return "not for this rank"
     if facts.gpu_count < shape.gpus_per_node:
         return f"has {facts.gpu_count} of {shape.gpus_per_node} accelerators"
     if shape.gpus_per_node and shape.gpu_types and facts.gpu_type not in shape.gpu_types:
@@ -93,18 +123,20 @@ def matches(facts: MachineFacts, shape: Shape) -> str | None:
     return None
 
 
-def why_waiting(shape: Shape, machines: list[MachineFacts], used_by: dict[str, str]) -> str:
+def why_waiting(shape: Shape, machines: list[MachineFacts], used_by: Mapping[str, str]) -> Waiting:
     """One sentence: what is wanted, and machine by machine why it is not there."""
     wanted = f"{shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
     if shape.gpus_per_node:
         kinds = "/".join(shape.gpu_types) or "accelerators"
         wanted += f" with {shape.gpus_per_node} {kinds}"
     parts = []
+    fitting = 0
     for facts in sorted(machines, key=lambda m: m.name):
         lack = matches(facts, shape)
         if lack is None:
+            fitting += 1
             owner = used_by.get(facts.name)
             lack = f"in use by {owner}" if owner else "free"
         parts.append(f"{facts.name} {lack}")
     there = "; ".join(parts) if parts else "the deployment has no machines"
-    return f"Waiting for {wanted}, all at once: {there}."
+    return Waiting(why=f"Waiting for {wanted}, all at once: {there}.", is_possible=fitting >= shape.nodes)

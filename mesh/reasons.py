@@ -16,6 +16,7 @@ class Reason(StrEnum):
     CONFLICT = "Conflict"
     CANCELLED = "Cancelled"
     CLIENT_INTERRUPTED = "ClientInterrupted"
+    SUSPENDED = "Suspended"
 
     # The user's command
     COMPLETED = "Completed"
@@ -30,10 +31,13 @@ class Reason(StrEnum):
     NO_CAPACITY = "NoCapacity"
     MACHINE_REFUSED = "MachineRefused"
     MACHINE_LOST = "MachineLost"
+    MACHINE_RECLAIMED = "MachineReclaimed"
     GANG_ASSEMBLY_TIMEOUT = "GangAssemblyTimeout"
     PREPARATION_FAILED = "PreparationFailed"
     FENCE_FAILED = "FenceFailed"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
+    NO_PROGRESS = "NoProgress"
+    EPOCH_ENDED = "EpochEnded"
 
     # Rendezvous, leases, fences
     STALE_EPOCH = "StaleEpoch"

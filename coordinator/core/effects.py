@@ -41,13 +41,28 @@ class ReserveMachines:
     nodes: int
     gpus_per_node: int
     gpu_types: tuple[str, ...]
+    avoid: tuple[MachineName, ...] = ()
+    """Not these: a replacement never lands on the machine that it replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseMachines:
-    """Give back everything held or wanted under this reservation, and say when it is confirmed."""
+class WithdrawReservation:
+    """Stop trying, give back whatever is held under this reservation, and say when it is confirmed."""
 
     reservation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseMachine:
+    """Give one machine back, and say when it is confirmed.
+
+    Unless `is_clean`, something of the gang may still run there: nobody else gets the machine before it is
+    proven that nothing does, or the machine is gone.
+    """
+
+    reservation: int
+    machine: MachineName
+    is_clean: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +95,13 @@ class OrderMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeMember:
+    """Make sure that this incarnation never passes its epoch's barrier, and learn whether it had."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FenceMember:
     """Stop the member's processes: SIGTERM, SIGKILL after the grace period, confirm."""
 
@@ -104,10 +126,12 @@ class ForgetGang:
 GangEffect = (
     Persist
     | ReserveMachines
-    | ReleaseMachines
+    | WithdrawReservation
+    | ReleaseMachine
     | OpenEpoch
     | CloseBarrier
     | OrderMember
+    | RevokeMember
     | FenceMember
     | DismissMember
     | ForgetGang

@@ -26,7 +26,7 @@ class Now:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One reserved machine: the rank that gets it is its place in the reservation."""
+    """One reserved machine. The ranks that a reservation was asked for get its machines in order."""
 
     machine: MachineName
     address: str
@@ -39,14 +39,10 @@ class RunAccepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachinesReserved:
-    """Every machine of a reservation is held, all of them or none.
-
-    `tokens` are the random parts of the incarnations to come, one per rank: the core has no randomness.
-    """
+    """Every machine of a reservation is held, all of them or none."""
 
     reservation: int
     placements: tuple[Placement, ...]
-    tokens: tuple[IncarnationToken, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +51,32 @@ class ReservationWaiting:
 
     reservation: int
     why: str
+    is_possible: bool = True
+    """False when no machine that there is, busy ones included, could ever be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachinesReleased:
-    """The provider says that nothing of the reservation is held any more."""
+class ReservationWithdrawn:
+    """Nothing is wanted or held under this reservation any more."""
 
     reservation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineReleased:
+    """The machine is not held any more: it is gone, or nothing of the gang runs there and others may have it."""
+
+    reservation: int
+    machine: MachineName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineReclaimed:
+    """Whoever lends the machine wants it back in `grace_s` seconds: a notice, the machine still runs."""
+
+    machine: MachineName
+    grace_s: float
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +84,8 @@ class BarrierOpened:
     """The store opened the epoch's start barrier: every rank had arrived."""
 
     epoch: Epoch
+    tokens: tuple[IncarnationToken, ...] = ()
+    """Of the incarnations that it opened for, in rank order; empty when that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +122,39 @@ class MemberVanished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberSuspected:
+    """The connection that carries the member's lease closed. A suspicion: its lease still counts down."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRevoked:
+    """The store refuses this incarnation from now on, unless `has_passed`: the barrier had opened for it before."""
+
+    incarnation: Incarnation
+    has_passed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
     """Somebody wants the run to end."""
 
     reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendRequested:
+    """Somebody wants the run to stop for now, and its machines to be given back."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    """Somebody wants a suspended run to go on."""
+
     message: str
 
 
@@ -126,13 +172,19 @@ GangEvent = (
     RunAccepted
     | MachinesReserved
     | ReservationWaiting
-    | MachinesReleased
+    | ReservationWithdrawn
+    | MachineReleased
+    | MachineReclaimed
     | BarrierOpened
     | BarrierClosed
     | LeaseLapsed
     | LeaseGone
     | MemberVanished
+    | MemberSuspected
+    | MemberRevoked
     | CancelRequested
+    | SuspendRequested
+    | ResumeRequested
     | CoordinatorRecovered
     | TimePassed
     | MemberReport

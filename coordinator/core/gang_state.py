@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -11,6 +11,11 @@ from mesh.messages import CauseEvidence, ProcessExit
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.states import RunState
+
+REPLACEMENTS_MAX = 2
+"""Ranks that may get another machine in one assembly (first document, "Failures and restarts")."""
+ATTEMPTS_KEPT_MAX = 512
+CHAPTERS_KEPT_MAX = 256
 
 
 class MemberPhase(StrEnum):
@@ -39,8 +44,10 @@ class Settlement(StrEnum):
     """Its lease and the guard are over: it has fenced itself, or its machine is gone."""
     NEVER_STARTED = "NeverStarted"
     """Its barrier was closed without ever having opened: no command can have started."""
+    REVOKED = "Revoked"
+    """The store refuses it for ever, and its barrier had not opened for it: no command can have started."""
     FENCE_FAILED = "FenceFailed"
-    """It said that something could not be killed. The machine must not be used again."""
+    """It said that something could not be killed. No proof: no other epoch may begin beside it."""
 
 
 class OutcomeKind(StrEnum):
@@ -49,7 +56,23 @@ class OutcomeKind(StrEnum):
     SUCCEED = "Succeed"
     FAIL = "Fail"
     CANCEL = "Cancel"
+    SUSPEND = "Suspend"
+    JUDGE = "Judge"
+    """The epoch is over; whether the run fails or goes on is judged when every member is accounted for."""
     RETRY_ASSEMBLY = "RetryAssembly"
+
+
+class RestartKind(StrEnum):
+    """What a restart is charged to. Each kind has a budget of its own."""
+
+    FAILURE = "Failure"
+    """The user's command."""
+    LOSS = "Loss"
+    """A machine, without notice."""
+    RECLAIM = "Reclaim"
+    """A machine, with notice."""
+    OURS = "Ours"
+    """This program or the network to it; nobody's budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +118,11 @@ class MemberRecord:
     arrived_at: float | None = None
     started_at: float | None = None
     ended_at: float | None = None
+    reason: Reason | None = None
+    """Why this life ended (or is being ended), when that was not its command's own exit."""
+    message: str = ""
+    was_silent_first: bool = False
+    """It was lost, and nothing proves that it still lived when the first failure was heard."""
 
     @property
     def rank(self) -> Rank:
@@ -110,9 +138,95 @@ class Holding:
     """One line of the ledger: a machine, from when it was held until its release was confirmed."""
 
     machine: MachineName
+    address: str
     reservation: int
+    rank: Rank
+    """Whose machine it is, as long as it is not leaving."""
     since: float
     until: float | None = None
+    is_leaving: bool = False
+    """Its release has been asked for and is not confirmed."""
+    is_clean: bool = True
+    """False when something of the gang may still run there; counts only while it is leaving."""
+
+    @property
+    def is_seat(self) -> bool:
+        """The rank may be ordered there."""
+        return self.until is None and not self.is_leaving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Machines that have been asked for and are not held yet."""
+
+    reservation: int
+    ranks: tuple[Rank, ...]
+    """Who gets them, in the order in which they come."""
+    avoid: tuple[MachineName, ...] = ()
+    is_for_refusal: bool = False
+    """It replaces a machine that was refused, not lost: when none can ever be had, the assembly has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """Restarts that count against a budget now, by kind; a healthy stretch earns them back."""
+
+    failure: int = 0
+    loss: int = 0
+    reclaim: int = 0
+    ours: int = 0
+    fruitless: int = 0
+    """Restarts in a row that brought no newer checkpoint and no healthy stretch."""
+    total: int = 0
+    """Of the whole run; never earned back."""
+
+    def count(self, kind: RestartKind) -> int:
+        """Those of one kind."""
+        return {
+            RestartKind.FAILURE: self.failure,
+            RestartKind.LOSS: self.loss,
+            RestartKind.RECLAIM: self.reclaim,
+            RestartKind.OURS: self.ours,
+        }[kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedCheckpoint:
+    """A gang checkpoint that may be restored from: every rank's part of it is in the checkpoint store."""
+
+    id: str
+    uri: str
+    """Of its manifest: `NODUS_RESTORE_URI`."""
+    epoch: Epoch
+    step: int | None
+    bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """One epoch in the run's story: when it passed its stations, how it ended, and what was kept."""
+
+    epoch: Epoch
+    began_at: float
+    opened_at: float | None = None
+    running_at: float | None = None
+    stopped_at: float | None = None
+    """When it was decided that it ends."""
+    ended_at: float | None = None
+    """When every member was accounted for."""
+    kept: tuple[Rank, ...] = ()
+    """Ranks that had their machine from the epoch before."""
+    replaced: tuple[Rank, ...] = ()
+    """Ranks that got another machine for this epoch, or during its assembly."""
+    restored: str | None = None
+    """The checkpoint that it began from."""
+    restored_step: int | None = None
+    cause: Failure | None = None
+    victims: tuple[Rank, ...] = ()
+    """Ranks that failed because of the cause."""
+    charged: RestartKind | None = None
+    """What the restart after it was charged to; None when it was the last one, or its assembly was tried again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,15 +243,20 @@ class Gang:
     epoch: Epoch = NO_EPOCH
     """Grows by one with every assembly; durable before anybody hears of it."""
     reservation: int = 0
-    """Grows by one with every attempt to get machines; 0 before the first."""
-    machines_held: bool = False
-    """True from MachinesReserved until MachinesReleased of the current reservation."""
-    release_pending: bool = False
-    """True from the wish to give machines back until the provider confirmed it."""
+    """Grows by one with every wish for machines; 0 before the first."""
+    wanted: dict[int, Want] = field(default_factory=dict)
+    """By reservation: machines that are asked for and not held yet."""
+    withdrawing: tuple[int, ...] = ()
+    """Reservations whose withdrawal is not confirmed yet."""
+    waiting_for: int = 0
+    """The reservation of which it was told last that it takes time."""
     assemblies: int = 0
-    """Assemblies begun; at most 1 + plan.max_assembly_retries."""
-    restarts: int = 0
-    """Epochs begun because of a loss; at most plan.max_restarts."""
+    """Assemblies begun since the run last ran; at most 1 + plan.max_assembly_retries."""
+    replacements: int = 0
+    """Ranks that got another machine in the current assembly; at most `REPLACEMENTS_MAX`."""
+    restarts: Restarts = Restarts()
+    backoff_left_s: float = 0.0
+    """What was left of the pause before the next epoch at the last write; counts only in Pending."""
     assembly_left_s: float = 0.0
     """What was left of the assembly's time at the last write; counts only in Assembling and Starting."""
     barrier_open: bool = False
@@ -146,10 +265,19 @@ class Gang:
     """The store has confirmed that the current epoch's barrier will not open any more."""
     outcome: Outcome | None = None
     """Set once per epoch: from here on the epoch only ends."""
+    wish: Outcome | None = None
+    """Cancel or suspend, said while the epoch was ending already: it takes the place of a restart."""
     members: dict[Rank, MemberRecord] = field(default_factory=dict)
-    """The current epoch's members: empty, or one for every rank."""
+    """The current epoch's members: one for every rank that has a machine."""
     attempts: list[MemberRecord] = field(default_factory=list)
-    """Members of earlier epochs, all settled."""
+    """Earlier lives, of earlier epochs or replaced in this one, all settled; the oldest beyond `ATTEMPTS_KEPT_MAX`
+    are in the events only."""
+    history: list[Chapter] = field(default_factory=list)
+    """The epochs, the current one last."""
+    reclaimed: tuple[MachineName, ...] = ()
+    """Machines of this gang that somebody wants back; they are left at the end of the epoch."""
+    checkpoint: CommittedCheckpoint | None = None
+    """The newest one that may be restored from."""
     failures: list[Failure] = field(default_factory=list)
     """Failures of the current epoch in the order in which they were heard."""
     cause: Failure | None = None
@@ -167,7 +295,25 @@ class Gang:
         twin.attempts = list(self.attempts)
         twin.failures = list(self.failures)
         twin.holdings = list(self.holdings)
+        twin.history = list(self.history)
+        twin.wanted = dict(self.wanted)
         return twin
+
+    @property
+    def seats(self) -> dict[Rank, Holding]:
+        """The machine of every rank that has one."""
+        return {h.rank: h for h in self.holdings if h.is_seat}
+
+    @property
+    def vacant(self) -> tuple[Rank, ...]:
+        """Ranks without a machine."""
+        seats = self.seats
+        return tuple(Rank(r) for r in range(self.plan.nodes) if r not in seats)
+
+    @property
+    def is_released(self) -> bool:
+        """Nothing is held, asked for or being given back."""
+        return not self.wanted and not self.withdrawing and all(h.until is not None for h in self.holdings)
 
     @property
     def all_members(self) -> list[MemberRecord]:
@@ -189,19 +335,26 @@ class Gang:
             "message": self.message,
             "epoch": self.epoch,
             "reservation": self.reservation,
-            "machines_held": self.machines_held,
-            "release_pending": self.release_pending,
+            "wanted": [[w.reservation, w.ranks, w.avoid, w.is_for_refusal] for w in self.wanted.values()],
+            "withdrawing": list(self.withdrawing),
+            "waiting_for": self.waiting_for,
             "assemblies": self.assemblies,
-            "restarts": self.restarts,
+            "replacements": self.replacements,
+            "restarts": asdict(self.restarts),
+            "backoff_left_s": self.backoff_left_s,
             "assembly_left_s": self.assembly_left_s,
             "barrier_open": self.barrier_open,
             "barrier_closed": self.barrier_closed,
             "outcome": _outcome_record(self.outcome),
+            "wish": _outcome_record(self.wish),
             "members": [_member_record(self.members[rank]) for rank in sorted(self.members)],
             "attempts": [_member_record(m) for m in self.attempts],
+            "history": [_chapter_record(c) for c in self.history],
             "failures": [_failure_record(f) for f in self.failures],
             "cause": None if self.cause is None else _failure_record(self.cause),
-            "holdings": [[h.machine, h.reservation, h.since, h.until] for h in self.holdings],
+            "holdings": [asdict(h) for h in self.holdings],
+            "reclaimed": list(self.reclaimed),
+            "checkpoint": None if self.checkpoint is None else asdict(self.checkpoint),
             "started_at": self.started_at,
             "ended_at": self.ended_at,
         }
@@ -209,40 +362,33 @@ class Gang:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Gang:
         members = [_member_from(m) for m in record["members"]]
-        outcome = record["outcome"]
+        plain = (
+            "created_at", "message", "reservation", "waiting_for", "assemblies", "replacements", "backoff_left_s",
+            "assembly_left_s", "barrier_open", "barrier_closed", "started_at", "ended_at",
+        )  # fmt: skip
         return cls(
+            **{name: record[name] for name in plain},
             uid=RunUid(record["uid"]),
             plan=RunPlan.from_record(record["plan"]),
-            created_at=record["created_at"],
             state=RunState(record["state"]),
             reason=None if record["reason"] is None else Reason(record["reason"]),
-            message=record["message"],
             epoch=Epoch(record["epoch"]),
-            reservation=record["reservation"],
-            machines_held=record["machines_held"],
-            release_pending=record["release_pending"],
-            assemblies=record["assemblies"],
-            restarts=record["restarts"],
-            assembly_left_s=record["assembly_left_s"],
-            barrier_open=record["barrier_open"],
-            barrier_closed=record["barrier_closed"],
-            outcome=None
-            if outcome is None
-            else Outcome(
-                kind=OutcomeKind(outcome["kind"]),
-                reason=Reason(outcome["reason"]),
-                message=outcome["message"],
-            ),
+            wanted={
+                r: Want(reservation=r, ranks=tuple(ranks), avoid=tuple(avoid), is_for_refusal=for_refusal)
+                for r, ranks, avoid, for_refusal in record["wanted"]
+            },
+            withdrawing=tuple(record["withdrawing"]),
+            restarts=Restarts(**record["restarts"]),
+            outcome=_outcome_from(record["outcome"]),
+            wish=_outcome_from(record["wish"]),
             members={m.rank: m for m in members},
             attempts=[_member_from(m) for m in record["attempts"]],
+            history=[_chapter_from(c) for c in record["history"]],
             failures=[_failure_from(f) for f in record["failures"]],
             cause=None if record["cause"] is None else _failure_from(record["cause"]),
-            holdings=[
-                Holding(machine=MachineName(m), reservation=r, since=s, until=u)
-                for m, r, s, u in record["holdings"]
-            ],
-            started_at=record["started_at"],
-            ended_at=record["ended_at"],
+            holdings=[Holding(**h) for h in record["holdings"]],
+            reclaimed=tuple(record["reclaimed"]),
+            checkpoint=None if record["checkpoint"] is None else CommittedCheckpoint(**record["checkpoint"]),
         )
 
 
@@ -250,6 +396,34 @@ def _outcome_record(outcome: Outcome | None) -> dict[str, str] | None:
     if outcome is None:
         return None
     return {"kind": outcome.kind, "reason": outcome.reason, "message": outcome.message}
+
+
+def _outcome_from(record: dict[str, str] | None) -> Outcome | None:
+    if record is None:
+        return None
+    return Outcome(
+        kind=OutcomeKind(record["kind"]), reason=Reason(record["reason"]), message=record["message"]
+    )
+
+
+def _chapter_record(chapter: Chapter) -> dict[str, Any]:
+    record = {name: getattr(chapter, name) for name in Chapter.__slots__}
+    record["cause"] = None if chapter.cause is None else _failure_record(chapter.cause)
+    return record
+
+
+def _chapter_from(record: dict[str, Any]) -> Chapter:
+    cause, charged = record["cause"], record["charged"]
+    return Chapter(
+        **{
+            **record,
+            "kept": tuple(record["kept"]),
+            "replaced": tuple(record["replaced"]),
+            "victims": tuple(record["victims"]),
+            "cause": None if cause is None else _failure_from(cause),
+            "charged": None if charged is None else RestartKind(charged),
+        }
+    )
 
 
 def _exit_record(exit_: ProcessExit | None) -> list[int | None] | None:
@@ -277,6 +451,9 @@ def _member_record(member: MemberRecord) -> dict[str, Any]:
             member.started_at,
             member.ended_at,
         ],
+        "reason": member.reason,
+        "message": member.message,
+        "was_silent_first": member.was_silent_first,
     }
 
 
@@ -296,6 +473,9 @@ def _member_from(record: dict[str, Any]) -> MemberRecord:
         arrived_at=arrived_at,
         started_at=started_at,
         ended_at=ended_at,
+        reason=None if record["reason"] is None else Reason(record["reason"]),
+        message=record["message"],
+        was_silent_first=record["was_silent_first"],
     )
 
 

@@ -1,0 +1,214 @@
+"""What ends an epoch: exits, failures, losses, reclaims; and the proof that nothing of it can act any more.
+
+Rules of this file:
+1. An epoch is stopped at once, and judged later: whether the run fails or goes on is decided when every member is
+   accounted for, because a machine's death shows in the others first and in its own lease seconds later.
+2. While only complaints about peers have been heard, the stop waits a little for the peer's own failure
+   (`blame.JUDGEMENT_WINDOW_S`), which a stop would hide.
+3. A lost lease is a loss when the barrier had opened; before that it costs its rank the machine, not the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator.core import blame
+from coordinator.core.assembling import Assembling
+from coordinator.core.events import (
+    LeaseGone,
+    LeaseLapsed,
+    MachineReclaimed,
+    MemberSuspected,
+)
+from coordinator.core.gang_base import ASSEMBLY_STATES, RESTING_STATES
+from coordinator.core.gang_state import Failure, MemberPhase, MemberRecord, Outcome, OutcomeKind, Settlement
+from mesh.messages import MemberExited, MemberFenced, MemberFenceFailed, MemberStartFailed
+from mesh.reasons import Reason
+from mesh.states import RunState
+
+LAST_WORD_WINDOW_S = 5.0
+"""How long the reports of a member whose lease is gone are waited for: they say how its command ended."""
+
+
+class Ending(Assembling):
+    """Everything that an epoch can end of."""
+
+    # ---- exits and failures -----------------------------------------------------------------------
+
+    def _on_member_start_failed(self, event: MemberStartFailed) -> None:
+        member = self._current(event.incarnation)
+        if member is None:
+            return
+        member = self._beyond_barrier(member)
+        message = f"Rank {member.rank} on {member.machine} could not start its command: {event.message}"
+        self._note_failure(Failure(rank=member.rank, at=event.at, reason=event.reason, message=message))
+
+    def _on_member_exited(self, event: MemberExited) -> None:
+        member = self._current(event.incarnation)
+        if member is None or member.phase is MemberPhase.EXITED:
+            return
+        member = self._beyond_barrier(member)
+        member = replace(member, phase=MemberPhase.EXITED, exit=event.exit, ended_at=event.at)
+        self._update(member)
+        ended = blame.describe_exit(event.exit)
+        self._announce("Exited", f"Rank {member.rank} ended with {ended}.", rank=member.rank)
+        self._run_if_all_started()
+        if not event.exit.ok:
+            self._note_failure(
+                Failure(
+                    rank=member.rank,
+                    at=event.at,
+                    reason=blame.failure_reason(event.exit, event.evidence),
+                    message=blame.exit_failure_message(member, event.exit, event.evidence),
+                    exit=event.exit,
+                    evidence=event.evidence,
+                    last_lines=event.last_lines,
+                )
+            )
+        elif self.gang.outcome is None:
+            self.gang.message = self._progress()
+
+    def _note_failure(self, failure: Failure) -> None:
+        """Keeps a failure as evidence; one that our own fence may have caused is none."""
+        gang = self.gang
+        if any(f.rank == failure.rank for f in gang.failures):
+            return
+        if gang.outcome is not None and failure.exit is not None and failure.exit.signal in (9, 15):
+            return
+        gang.failures.append(failure)
+        self._announce("RankFailed", failure.message, reason=failure.reason, rank=failure.rank)
+        if self._failed_at is None:
+            self._failed_at = self._now.mono
+        if self._due.judgement is None and gang.outcome is None:
+            self._due.judgement = self._now.mono + blame.JUDGEMENT_WINDOW_S
+
+    # ---- losses -----------------------------------------------------------------------------------
+
+    def _on_lease_lapsed(self, event: LeaseLapsed) -> None:
+        member = self._current(event.incarnation)
+        if member is not None:
+            self._settle_lost(member)
+
+    def _settle_lost(self, member: MemberRecord) -> None:
+        gang = self.gang
+        is_being_replaced = member.reason is not None
+        message = f"Rank {member.rank}: {member.machine} was lost (its lease ran out)."
+        silent = blame.was_silent_before(self._failed_at, self._now.mono)
+        settled = self._settle(member, Settlement.LEASE_LAPSED, reason=Reason.MACHINE_LOST, message=message)
+        settled = replace(settled, was_silent_first=silent)
+        self._update(settled)
+        self._announce("MemberLost", message, reason=Reason.MACHINE_LOST, rank=member.rank)
+        if not is_being_replaced and gang.outcome is None:
+            self._give_up(settled, Reason.MACHINE_LOST, message)
+
+    def _on_lease_gone(self, event: LeaseGone) -> None:
+        member = self._current(event.incarnation)
+        if member is not None:
+            self._due.last_words.setdefault(member.rank, self._now.mono + LAST_WORD_WINDOW_S)
+
+    def _on_member_suspected(self, event: MemberSuspected) -> None:
+        member = self._current(event.incarnation)
+        if member is not None and member.exit is None and self.gang.outcome is None:
+            message = f"Rank {member.rank}: {member.machine} closed the connection of its lease."
+            self._announce("Suspected", message, rank=member.rank)
+
+    def _settle_silent(self) -> None:
+        """Members whose lease is gone and whose last report did not come."""
+        for rank in [r for r, due in self._due.last_words.items() if self._now.mono >= due]:
+            del self._due.last_words[rank]
+            member = self.gang.members.get(rank)
+            if member is not None and self._current(member.incarnation) is not None:
+                self._settle_lost(member)
+
+    def _on_machine_reclaimed(self, event: MachineReclaimed) -> None:
+        gang = self.gang
+        rank = next((r for r, seat in gang.seats.items() if seat.machine == event.machine), None)
+        if rank is None or event.machine in gang.reclaimed or gang.state.is_terminal:
+            return
+        gang.reclaimed = (*gang.reclaimed, event.machine)
+        message = (
+            f"Rank {rank}: {event.machine} is wanted back in {event.grace_s:g} s. {event.message}".rstrip()
+        )
+        self._announce("Reclaimed", message, reason=Reason.MACHINE_RECLAIMED, rank=rank)
+        if gang.state in RESTING_STATES:
+            self._vacate(rank, is_clean=True)
+            self._want((rank,), avoid=(event.machine,))
+        elif gang.outcome is not None:
+            return  # the end of the epoch takes it into account
+        elif gang.barrier_open:
+            outcome = Outcome(kind=OutcomeKind.JUDGE, reason=Reason.MACHINE_RECLAIMED, message=message)
+            self._decide(outcome, grace_s=event.grace_s)
+        elif rank in gang.members:
+            self._give_up(gang.members[rank], Reason.MACHINE_RECLAIMED, message)
+
+    # ---- the decision to stop ---------------------------------------------------------------------
+
+    def _stop_if_over(self) -> None:
+        """Stops the epoch when something in it has happened that it cannot go on from, or when all have finished."""
+        gang = self.gang
+        if gang.outcome is not None or not gang.barrier_open or gang.state in RESTING_STATES:
+            return
+        if gang.state.is_terminal:
+            return
+        members = gang.members.values()
+        lost = [m for m in members if m.settlement is not None and not m.succeeded]
+        if lost:
+            first = min(lost, key=lambda m: (m.ended_at or 0.0, m.rank))
+            self._decide(
+                Outcome(
+                    kind=OutcomeKind.JUDGE,
+                    reason=first.reason or Reason.MACHINE_LOST,
+                    message=first.message or f"Rank {first.rank} was lost.",
+                )
+            )
+        elif gang.failures:
+            failed = {f.rank for f in gang.failures}
+            has_waited = self._due.judgement is not None and self._now.mono >= self._due.judgement
+            all_ended = all(m.exit is not None or m.rank in failed for m in members)
+            if has_waited or all_ended or blame.may_be_judged(gang.failures):
+                cause = blame.first_cause(gang.failures)
+                self._decide(Outcome(kind=OutcomeKind.JUDGE, reason=cause.reason, message=cause.message))
+        elif gang.state is RunState.RUNNING and all(m.succeeded for m in members):
+            self._decide(
+                Outcome(
+                    kind=OutcomeKind.SUCCEED, reason=Reason.COMPLETED, message="Every rank exited with 0."
+                )
+            )
+
+    # ---- proofs -----------------------------------------------------------------------------------
+
+    def _on_member_fenced(self, event: MemberFenced) -> None:
+        member = self._current(event.incarnation)
+        if member is None:
+            return
+        gang = self.gang
+        member = replace(member, fenced_exit=event.exit)
+        if member.exit is None:
+            member = replace(member, ended_at=event.at)
+        if gang.outcome is not None or member.succeeded:
+            message = event.message or (gang.outcome.message if gang.outcome is not None else "")
+            reason = event.reason or Reason.EPOCH_ENDED
+            self._settle(member, Settlement.CONFIRMED, reason=reason, message=message)
+            return
+        # It fenced itself before anybody asked.
+        why_text = event.message or "it had lost its lease."
+        message = f"Rank {member.rank} on {member.machine} stopped itself: {why_text}"
+        reason = event.reason or Reason.LEASE_LOST
+        is_being_replaced = member.reason is not None
+        settled = self._settle(member, Settlement.CONFIRMED, reason=reason, message=message)
+        self._announce("SelfFenced", message, reason=reason, rank=member.rank)
+        if gang.state in ASSEMBLY_STATES and not gang.barrier_open and not is_being_replaced:
+            self._give_up(settled, reason, message)
+
+    def _on_member_fence_failed(self, event: MemberFenceFailed) -> None:
+        member = self._current(event.incarnation)
+        if member is None:
+            return
+        message = f"Rank {member.rank} on {member.machine} could not be fenced: {event.message}"
+        self._settle(
+            replace(member, ended_at=event.at),
+            Settlement.FENCE_FAILED,
+            reason=Reason.FENCE_FAILED,
+            message=message,
+        )
+        self._announce("FenceFailed", message, reason=Reason.FENCE_FAILED, rank=member.rank)

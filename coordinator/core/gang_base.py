@@ -1,0 +1,188 @@
+"""What every room of the gang's core stands on: the one door for state, the gate, the story, the fence.
+
+`coordinator.core.gang` describes the whole and lists its rules. The rooms stand on each other in this order:
+`gang_base` → `seats` (machines) → `assembling` (until every command runs) → `ending` (until every member is
+accounted for) → `gang` (what users want, what comes after an epoch, crashes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from coordinator.core.effects import Announcement, CloseBarrier, FenceMember, GangEffect
+from coordinator.core.events import Now
+from coordinator.core.gang_state import (
+    Gang,
+    MemberPhase,
+    MemberRecord,
+    Outcome,
+    OutcomeKind,
+    Settlement,
+)
+from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank
+from mesh.reasons import Reason
+from mesh.states import RunState
+
+TRANSITIONS: dict[RunState, frozenset[RunState]] = {
+    RunState.PENDING: frozenset(
+        {RunState.ASSEMBLING, RunState.SUSPENDED, RunState.CANCELLED, RunState.FAILED}
+    ),
+    RunState.ASSEMBLING: frozenset({RunState.STARTING, RunState.FENCING}),
+    RunState.STARTING: frozenset({RunState.RUNNING, RunState.FENCING}),
+    RunState.RUNNING: frozenset({RunState.SUCCEEDED, RunState.FENCING}),
+    RunState.FENCING: frozenset(
+        {
+            RunState.PENDING,
+            RunState.ASSEMBLING,
+            RunState.SUSPENDED,
+            RunState.FAILED,
+            RunState.CANCELLED,
+        }
+    ),
+    RunState.SUSPENDED: frozenset({RunState.PENDING, RunState.CANCELLED}),
+    RunState.SUCCEEDED: frozenset(),
+    RunState.FAILED: frozenset(),
+    RunState.CANCELLED: frozenset(),
+}
+
+ASSEMBLY_STATES = frozenset({RunState.ASSEMBLING, RunState.STARTING})
+RESTING_STATES = frozenset({RunState.PENDING, RunState.SUSPENDED})
+"""No epoch is under way."""
+
+
+class Deadlines:
+    """When what is due, on the monotonic clock. Not durable: what has to survive a crash is in the state too."""
+
+    __slots__ = ("appear", "assembly", "backoff", "healthy", "judgement", "last_words")
+
+    def __init__(self) -> None:
+        self.assembly: float | None = None
+        self.backoff: float | None = None
+        self.healthy: float | None = None
+        self.judgement: float | None = None
+        self.appear: dict[Rank, float] = {}
+        """By when a member that was ordered has to have registered."""
+        self.last_words: dict[Rank, float] = {}
+        """When to stop waiting for the report of a member whose lease is gone."""
+
+    def next(self) -> float | None:
+        """The first of them."""
+        single = (self.assembly, self.backoff, self.healthy, self.judgement)
+        several = (*self.appear.values(), *self.last_words.values())
+        return min((d for d in (*single, *several) if d is not None), default=None)
+
+
+class GangBase:
+    """State, and the ways to change and tell it."""
+
+    def __init__(self, gang: Gang, *, new_token: Callable[[], IncarnationToken]) -> None:
+        self.gang = gang
+        self._new_token = new_token
+        self._now = Now(mono=0.0, wall=0.0)
+        self._due = Deadlines()
+        self._dirty = False
+        self._announcements: list[Announcement] = []
+        self._effects: list[GangEffect] = []
+        self._failed_at: float | None = None
+        """When the epoch's first failure was heard, on the monotonic clock of this coordinator's life."""
+
+    # ---- the one door for state -------------------------------------------------------------------
+
+    def _enter(self, state: RunState) -> None:
+        gang = self.gang
+        assert state in TRANSITIONS[gang.state], f"{gang.state} -> {state}"
+        gang.state = state
+        self._dirty = True
+        if state not in ASSEMBLY_STATES:
+            self._due.assembly = None
+            self._due.appear.clear()
+        if state is not RunState.RUNNING:
+            self._due.healthy = None
+        if state.is_terminal or state in RESTING_STATES:
+            self._due.judgement = None
+            self._due.last_words.clear()
+        if state.is_terminal:
+            gang.ended_at = self._now.wall
+            self._due.backoff = None
+
+    def _announce(
+        self, kind: str, message: str, *, reason: Reason | None = None, rank: Rank | None = None
+    ) -> None:
+        self._dirty = True
+        self._announcements.append(
+            Announcement(kind=kind, message=message, reason=reason, epoch=self.gang.epoch, rank=rank)
+        )
+
+    def _update(self, member: MemberRecord) -> None:
+        self.gang.members[member.rank] = member
+        self._dirty = True
+
+    def _settle(
+        self, member: MemberRecord, settlement: Settlement, *, reason: Reason | None = None, message: str = ""
+    ) -> MemberRecord:
+        """Writes down why nothing of the member can act any more. What was said before about its end stays."""
+        if member.reason is None and member.exit is None:
+            member = replace(member, reason=reason, message=message)
+        ended_at = member.ended_at or self._now.wall
+        settled = replace(member, settlement=settlement, ended_at=ended_at)
+        self._due.last_words.pop(member.rank, None)
+        self._due.appear.pop(member.rank, None)
+        self._update(settled)
+        return settled
+
+    def _tell_chapter(self, **facts: Any) -> None:
+        """Adds to the story of the current epoch."""
+        history = self.gang.history
+        if history:
+            history[-1] = replace(history[-1], **facts)
+            self._dirty = True
+
+    # ---- the gate ---------------------------------------------------------------------------------
+
+    def _current(self, incarnation: Incarnation) -> MemberRecord | None:
+        """The member that this is about, unless it is of another life or already settled."""
+        if self.gang.state.is_terminal:
+            return None
+        member = self.gang.members.get(incarnation.rank)
+        if member is None or member.incarnation != incarnation or member.settlement is not None:
+            return None
+        return member
+
+    def _is_current_epoch(self, epoch: Epoch) -> bool:
+        gang = self.gang
+        return epoch == gang.epoch and not gang.state.is_terminal and gang.state not in RESTING_STATES
+
+    # ---- the fence --------------------------------------------------------------------------------
+
+    def _decide(self, outcome: Outcome, *, grace_s: float | None = None) -> None:
+        """The epoch ends, and this is what it leads to."""
+        gang = self.gang
+        assert gang.outcome is None, "an epoch ends once"
+        gang.outcome = outcome
+        self._dirty = True
+        self._due.judgement = None
+        if outcome.kind is not OutcomeKind.SUCCEED:
+            self._enter(RunState.FENCING)
+            self._tell_chapter(stopped_at=self._now.wall)
+            gang.message = f"Stopping every rank: {outcome.message}"
+            self._announce("Fencing", f"Epoch {gang.epoch} is being fenced.", reason=outcome.reason)
+        self._effects.extend(self._fence_effects(grace_s))
+
+    def _fence_effects(self, grace_s: float | None = None) -> list[GangEffect]:
+        gang = self.gang
+        effects: list[GangEffect] = []
+        is_success = gang.outcome is not None and gang.outcome.kind is OutcomeKind.SUCCEED
+        if not gang.barrier_closed and not is_success:
+            effects.append(CloseBarrier(epoch=gang.epoch))
+        grace_s = gang.plan.grace_period_s if grace_s is None else min(grace_s, gang.plan.grace_period_s)
+        effects.extend(
+            FenceMember(incarnation=m.incarnation, grace_s=grace_s)
+            for m in gang.members.values()
+            if m.settlement is None
+        )
+        return effects
+
+    def _arrived_members(self) -> list[MemberRecord]:
+        return [m for m in self.gang.members.values() if m.phase.has_reached(MemberPhase.ARRIVED)]
