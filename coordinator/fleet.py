@@ -77,7 +77,7 @@ class Fleet(Protocol):
         ...
 
     async def withdraw(self, uid: RunUid, reservation: int) -> None:
-        """Gives everything of this reservation back, clean: nobody was ordered there. Returns when that is confirmed."""
+        """Gives everything of this reservation back; nobody was ordered there. Returns when that is confirmed."""
         ...
 
     async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
@@ -133,10 +133,8 @@ def why_waiting(shape: Shape, machines: list[MachineFacts], used_by: Mapping[str
     fitting = 0
     for facts in sorted(machines, key=lambda m: m.name):
         lack = matches(facts, shape)
-        if lack is None:
-            fitting += 1
-            owner = used_by.get(facts.name)
-            lack = f"in use by {owner}" if owner else "free"
-        parts.append(f"{facts.name} {lack}")
+        fitting += lack is None
+        owner = used_by.get(facts.name)
+        parts.append(f"{facts.name} {f'in use by {owner}' if owner else lack or 'free'}")
     there = "; ".join(parts) if parts else "the deployment has no machines"
     return Waiting(why=f"Waiting for {wanted}, all at once: {there}.", is_possible=fitting >= shape.nodes)

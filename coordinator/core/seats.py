@@ -39,13 +39,14 @@ class Seats(GangBase):
     def _want(
         self, ranks: Iterable[Rank], *, avoid: Iterable[MachineName] = (), is_for_refusal: bool = False
     ) -> None:
-        """Asks for a machine for each of the ranks."""
+        """Asks for a machine for each of the ranks; for none that the gang has already."""
         gang = self.gang
+        avoid = (*avoid, *(seat.machine for seat in gang.seats.values()))
         gang.reservation += 1
         want = Want(
             reservation=gang.reservation,
             ranks=tuple(ranks),
-            avoid=tuple(avoid),
+            avoid=avoid,
             is_for_refusal=is_for_refusal,
         )
         gang.wanted[want.reservation] = want
