@@ -19,16 +19,19 @@ from coordinator.core.events import (
     CancelRequested,
     CoordinatorRecovered,
     GangEvent,
+    MachineReclaimed,
     Now,
+    ResumeRequested,
     RunAccepted,
+    SuspendRequested,
 )
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang
-from coordinator.fleet import Fleet
+from coordinator.fleet import Fleet, MachineFacts
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
 from mesh.errors import ConflictError, NotFoundError, StorageError
-from mesh.ids import RunUid, new_run_uid
+from mesh.ids import MachineName, RunUid, new_run_uid, new_token
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
@@ -107,7 +110,7 @@ class Coordinator:
 
     def _adopt(self, gang: Gang, job: dict[str, Any]) -> GangDriver:
         driver = GangDriver(
-            GangCore(gang),
+            GangCore(gang, new_token=new_token),
             journal=self._journal,
             fleet=self._fleet,
             store=self._store,
@@ -179,6 +182,36 @@ class Coordinator:
         await driver.post_durably(CancelRequested(reason=why, message=message or "Cancelled by a user."))
         return self._resource(driver)
 
+    async def suspend(self, name: str) -> Run:
+        """See `CoordinatorService.suspend`."""
+        driver = self._driver(name)
+        state = driver.core.gang.state
+        if state.is_terminal:
+            raise ConflictError(
+                f"Run '{name}' is {state}.", hint="Only a run that has not ended is suspended."
+            )
+        await driver.post_durably(SuspendRequested(message="Suspended by a user."))
+        return self._resource(driver)
+
+    async def resume(self, name: str) -> Run:
+        """See `CoordinatorService.resume`."""
+        driver = self._driver(name)
+        state = driver.core.gang.state
+        if state is not RunState.SUSPENDED:
+            raise ConflictError(f"Run '{name}' is {state}.", hint="Only a suspended run is resumed.")
+        await driver.post_durably(ResumeRequested(message="Resumed by a user."))
+        return self._resource(driver)
+
+    async def reclaim(self, machine: str, grace_s: float, message: str) -> None:
+        """See `CoordinatorService.reclaim`."""
+        await self._fleet.cordon(MachineName(machine))
+        notice = MachineReclaimed(machine=MachineName(machine), grace_s=grace_s, message=message)
+        holders = [
+            d for d in self._drivers.values() if machine in {h.machine for h in d.core.gang.seats.values()}
+        ]
+        for driver in holders:
+            await driver.post_durably(notice)
+
     async def delete(self, name: str) -> None:
         """See `CoordinatorService.delete`."""
         driver = self._driver(name)
@@ -218,7 +251,7 @@ class Coordinator:
                 "address": facts.address,
                 "labels": facts.labels,
                 "gpus": {"type": facts.gpu_type, "count": facts.gpu_count},
-                "state": "Lost" if not facts.is_alive else "InUse" if facts.name in used_by else "Ready",
+                "state": _machine_state(facts, used_by),
                 "run": used_by.get(facts.name),
             }
             for facts in sorted(await self._fleet.machines(), key=lambda m: m.name)
@@ -242,7 +275,7 @@ class Coordinator:
 
     async def status(self) -> DeploymentStatus:
         """See `CoordinatorService.status`."""
-        machines = {"Ready": 0, "InUse": 0, "Lost": 0}
+        machines = {"Ready": 0, "InUse": 0, "Leaving": 0, "Lost": 0}
         for machine in await self.list_machines():
             machines[machine["state"]] += 1
         runs: dict[str, int] = {}
@@ -316,7 +349,7 @@ class Coordinator:
             for d in self._drivers.values()
             if d.core.gang.members
             and not d.core.gang.state.is_terminal
-            and d.core.gang.state is not RunState.PENDING
+            and d.core.gang.state not in (RunState.PENDING, RunState.SUSPENDED)
         ]
 
     # ---- looking ----------------------------------------------------------------------------------
@@ -348,6 +381,14 @@ class Coordinator:
             for holding in driver.core.gang.holdings
             if holding.until is None
         }
+
+
+def _machine_state(facts: MachineFacts, used_by: Mapping[str, str]) -> str:
+    if not facts.is_alive:
+        return "Lost"
+    if facts.is_cordoned:
+        return "Leaving"
+    return "InUse" if facts.name in used_by else "Ready"
 
 
 def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

@@ -28,24 +28,28 @@ from coordinator.core.effects import (
     OpenEpoch,
     OrderMember,
     Persist,
-    ReleaseMachines,
+    ReleaseMachine,
     ReserveMachines,
+    RevokeMember,
+    WithdrawReservation,
 )
 from coordinator.core.events import (
     BarrierClosed,
     GangEvent,
-    MachinesReleased,
+    MachineReleased,
     MachinesReserved,
+    MemberRevoked,
     MemberVanished,
     Now,
     ReservationWaiting,
+    ReservationWithdrawn,
     TimePassed,
 )
 from coordinator.core.gang import GangCore
-from coordinator.fleet import Fleet, MemberGoneError, Shape
+from coordinator.fleet import Fleet, MemberGoneError, Shape, Waiting
 from coordinator.journal import Journal
 from mesh.errors import MeshError, StorageError, TransportError
-from mesh.ids import Epoch, Incarnation, RunUid, new_token
+from mesh.ids import Epoch, Incarnation, RunUid
 from mesh.messages import FenceOrder, JoinOrder
 
 INBOX_MAX = 1024
@@ -64,6 +68,10 @@ class StoreControl(Protocol):
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         """Returns whether the barrier had opened before it was closed."""
+        ...
+
+    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
+        """Refuses this incarnation from now on. Returns whether it may have passed the open barrier before."""
         ...
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...
@@ -137,7 +145,7 @@ class GangDriver:
     def is_finished(self) -> bool:
         """Nothing is left to be done: ended, and every machine given back."""
         gang = self.core.gang
-        return gang.state.is_terminal and not gang.release_pending
+        return gang.state.is_terminal and gang.is_released
 
     async def stop(self) -> None:
         """Asks `run` to end once what is in the inbox has been handled. A write is never cut in half by it."""
@@ -217,9 +225,11 @@ class GangDriver:
         match effect:
             case ReserveMachines():
                 self._start(("reserve", effect.reservation), self._reserve(effect))
-            case ReleaseMachines():
+            case WithdrawReservation():
                 self._stop(("reserve", effect.reservation))
-                self._start(("release", effect.reservation), self._release(effect))
+                self._start(("withdraw", effect.reservation), self._withdraw(effect))
+            case ReleaseMachine():
+                self._start(("release", effect.reservation, effect.machine), self._release(effect))
             case OpenEpoch():
                 self._start(
                     ("open", effect.epoch),
@@ -233,6 +243,9 @@ class GangDriver:
                 self._start(("close", effect.epoch), self._close_barrier(effect))
             case OrderMember():
                 self._start(("order", effect.incarnation), self._order(effect))
+            case RevokeMember():
+                self._stop(("order", effect.incarnation))
+                self._start(("revoke", effect.incarnation), self._revoke(effect))
             case FenceMember():
                 self._start(("fence", effect.incarnation), self._fence(effect))
             case DismissMember():
@@ -274,25 +287,47 @@ class GangDriver:
             task.cancel()
 
     async def _reserve(self, effect: ReserveMachines) -> None:
-        shape = Shape(nodes=effect.nodes, gpus_per_node=effect.gpus_per_node, gpu_types=effect.gpu_types)
+        shape = Shape(
+            nodes=effect.nodes,
+            gpus_per_node=effect.gpus_per_node,
+            gpu_types=effect.gpu_types,
+            avoid=effect.avoid,
+        )
 
-        def tell(why: str) -> None:
-            self.post(ReservationWaiting(reservation=effect.reservation, why=why))
+        def tell(waiting: Waiting) -> None:
+            self.post(
+                ReservationWaiting(
+                    reservation=effect.reservation, why=waiting.why, is_possible=waiting.is_possible
+                )
+            )
 
         placements = await _insist(
             lambda: self._fleet.reserve(self.uid, effect.reservation, shape, on_waiting=tell)
         )
-        tokens = tuple(new_token() for _ in placements)
         await self._inbox.put(
-            _Letter(MachinesReserved(reservation=effect.reservation, placements=placements, tokens=tokens))
+            _Letter(MachinesReserved(reservation=effect.reservation, placements=placements))
         )
 
-    async def _release(self, effect: ReleaseMachines) -> None:
+    async def _withdraw(self, effect: WithdrawReservation) -> None:
+        await _insist(lambda: self._fleet.withdraw(self.uid, effect.reservation))
+        await self._inbox.put(_Letter(ReservationWithdrawn(reservation=effect.reservation)))
+
+    async def _release(self, effect: ReleaseMachine) -> None:
         dismissals = [task for key, task in self._tasks.items() if key[0] == "dismiss"]
         if dismissals:  # an actor that still ends would be cut off by the loss of its placement
             await asyncio.wait(dismissals, timeout=RETRY_MAX_S)
-        await _insist(lambda: self._fleet.release(self.uid, effect.reservation))
-        await self._inbox.put(_Letter(MachinesReleased(reservation=effect.reservation)))
+        await _insist(
+            lambda: self._fleet.release(
+                self.uid, effect.reservation, effect.machine, is_clean=effect.is_clean
+            )
+        )
+        await self._inbox.put(
+            _Letter(MachineReleased(reservation=effect.reservation, machine=effect.machine))
+        )
+
+    async def _revoke(self, effect: RevokeMember) -> None:
+        has_passed = await _insist(lambda: self._store.revoke(self.uid, effect.incarnation))
+        await self._inbox.put(_Letter(MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed)))
 
     async def _close_barrier(self, effect: CloseBarrier) -> None:
         was_open = await _insist(lambda: self._store.close_barrier(self.uid, effect.epoch))

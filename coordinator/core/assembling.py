@@ -229,7 +229,8 @@ class Assembling(Seats):
             return
         gang.replacements += 1
         self._update(replace(member, reason=reason, message=message))
-        self._announce("Refused", message, reason=reason, rank=member.rank)
+        if member.settlement is None:
+            self._announce("Refused", message, reason=reason, rank=member.rank)
         self._effects.append(RevokeMember(incarnation=member.incarnation))
 
     def _on_member_revoked(self, event: MemberRevoked) -> None:

@@ -57,7 +57,6 @@ from coordinator.core.gang_state import (
     MemberPhase,
     Outcome,
     OutcomeKind,
-    RestartKind,
     Settlement,
 )
 from coordinator.core.invariants import check_invariants
@@ -284,9 +283,7 @@ class GangCore(Ending):
             if (machine := self._vacate(rank, is_clean=is_clean)) is not None:
                 avoid.append(machine)
         gang.reclaimed = tuple(m for m in gang.reclaimed if m not in avoid)
-        what = "Nobody's budget" if verdict.kind is RestartKind.OURS else f"{verdict.kind} restart"
-        count = decision.restarts.count(verdict.kind)
-        sentence = f"{what} {count}: {verdict.cause.message}"
+        sentence = f"{recovery.describe(decision.restarts, verdict.kind, gang.plan)}: {verdict.cause.message}"
         if decision.delay_s:
             self._due.backoff = self._now.mono + decision.delay_s
             sentence += f" It starts again in {decision.delay_s:g} s."

@@ -74,6 +74,13 @@ def decide(gang: Gang, verdict: Verdict) -> Restart | NoRestart:
     return Restart(restarts=charged, delay_s=_delay_s(charged, verdict.kind))
 
 
+def describe(restarts: Restarts, kind: RestartKind, plan: RunPlan) -> str:
+    """ "Restart 2 of 3 for lost machines"."""
+    if kind is RestartKind.OURS:
+        return "Restart that counts for nothing"
+    return f"Restart {restarts.count(kind)} of {plan.max_restarts} for {_CHARGED_TO[kind]}"
+
+
 def earned_back(restarts: Restarts) -> Restarts:
     """After a healthy stretch."""
     return Restarts(total=restarts.total)

@@ -78,6 +78,8 @@ class Seats(GangBase):
                 self._effects.append(WithdrawReservation(reservation=event.reservation))
             return ()
         self._dirty = True
+        for placement in event.placements:
+            self._close_line(placement.machine)
         gang.holdings.extend(
             Holding(
                 machine=placement.machine,
@@ -89,6 +91,12 @@ class Seats(GangBase):
             for rank, placement in zip(want.ranks, event.placements, strict=True)
         )
         return want.ranks
+
+    def _close_line(self, machine: MachineName) -> None:
+        """A machine that is granted again has been given back before, whether that was heard or not."""
+        for place, holding in enumerate(self.gang.holdings):
+            if holding.machine == machine and holding.until is None:
+                self.gang.holdings[place] = replace(holding, until=self._now.wall)
 
     def _note_waiting(self, event: ReservationWaiting) -> Want | None:
         """Tells why it takes time. Returns what is waited for."""

@@ -7,6 +7,7 @@ in `> after SECONDS`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mesh import messages as msg
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.states import RunState
+from mesh.states import FailurePolicy, RunState
 
 UID = RunUid("00000000000000aa")
 
@@ -28,15 +29,19 @@ class Player:
 
     def __init__(self, plan: RunPlan) -> None:
         self.now = ev.Now(mono=1000.0, wall=5000.0)
-        self.core = GangCore(Gang(uid=UID, plan=plan, created_at=5000.0), validate=True)
+        self._tokens = itertools.count(1)
+        self.core = self._core(Gang(uid=UID, plan=plan, created_at=5000.0))
         self._state: RunState | None = None
+
+    def _core(self, gang: Gang) -> GangCore:
+        return GangCore(gang, new_token=lambda: IncarnationToken(f"t{next(self._tokens)}"), validate=True)
 
     def play(self, line: str) -> list[str]:
         """Performs one event line (without its `>`); returns the answer's lines."""
         word, *arguments = line.split()
         if word == "crash":
             record = json.loads(json.dumps(self.core.gang.to_record()))
-            self.core = GangCore(Gang.from_record(record), validate=True)
+            self.core = self._core(Gang.from_record(record))
             event: ev.GangEvent = ev.CoordinatorRecovered()
         elif word == "after":
             seconds = float(arguments[0])
@@ -64,10 +69,23 @@ class Player:
                         ev.Placement(machine=MachineName(m), address=f"10.0.0.{i + 1}")
                         for i, m in enumerate(plain)
                     ),
-                    tokens=tuple(IncarnationToken(f"t{gang.epoch + 1}{i}") for i in range(len(plain))),
                 )
+            case "impossible":
+                return ev.ReservationWaiting(reservation=reservation, why=" ".join(plain), is_possible=False)
+            case "withdrawn":
+                return ev.ReservationWithdrawn(reservation=reservation)
             case "released":
-                return ev.MachinesReleased(reservation=reservation)
+                machine = MachineName(plain[0])
+                leaving = [h for h in gang.holdings if h.machine == machine and h.is_leaving]
+                return ev.MachineReleased(reservation=leaving[-1].reservation, machine=machine)
+            case "reclaimed":
+                return ev.MachineReclaimed(
+                    machine=MachineName(plain[0]), grace_s=float(plain[1]), message="Spot price."
+                )
+            case "suspend":
+                return ev.SuspendRequested(message="Suspended by a user.")
+            case "resume":
+                return ev.ResumeRequested(message="Resumed by a user.")
             case "opened":
                 return ev.BarrierOpened(epoch=epoch)
             case "closed":
@@ -79,6 +97,10 @@ class Player:
             return ev.LeaseLapsed(incarnation=incarnation)
         if word == "gone":
             return ev.LeaseGone(incarnation=incarnation)
+        if word == "suspected":
+            return ev.MemberSuspected(incarnation=incarnation)
+        if word == "revoked":
+            return ev.MemberRevoked(incarnation=incarnation, has_passed="passed" in plain)
         if word == "vanished":
             return ev.MemberVanished(incarnation=incarnation, message="its agent died.")
         return self._report(word, plain, options, incarnation)
@@ -115,7 +137,8 @@ class Player:
                     ),
                 )
             case "fenced":
-                return msg.MemberFenced(incarnation=incarnation, at=at)
+                reason = Reason.LEASE_LOST if "itself" in plain else None
+                return msg.MemberFenced(incarnation=incarnation, at=at, reason=reason)
             case "unfenced":
                 return msg.MemberFenceFailed(
                     incarnation=incarnation, at=at, message="process 7 does not die.", pids=(7,)
@@ -124,7 +147,11 @@ class Player:
 
     def _incarnation(self, rank: int, epoch: Epoch) -> Incarnation:
         member = self.core.gang.members.get(Rank(rank))
-        token = IncarnationToken(f"t{epoch}{rank}") if member is None else member.incarnation.token
+        past = [m for m in self.core.gang.attempts if m.rank == rank and m.incarnation.epoch == epoch]
+        if member is not None and member.incarnation.epoch == epoch:
+            token = member.incarnation.token
+        else:
+            token = past[-1].incarnation.token if past else IncarnationToken("unheard")
         return Incarnation(run_uid=UID, epoch=epoch, rank=Rank(rank), token=token)
 
     def _tell(self, effects: list[do.GangEffect]) -> list[str]:
@@ -150,9 +177,20 @@ def _exit(text: str) -> msg.ProcessExit:
 def _effect_text(effect: do.GangEffect) -> str:
     name = type(effect).__name__
     match effect:
-        case do.ReserveMachines() | do.ReleaseMachines():
+        case do.ReserveMachines():
+            avoid = f" avoiding {', '.join(effect.avoid)}" if effect.avoid else ""
+            return f"{name} reservation {effect.reservation}: {effect.nodes}{avoid}"
+        case do.WithdrawReservation():
             return f"{name} reservation {effect.reservation}"
-        case do.OrderMember() | do.FenceMember() | do.DismissMember():
+        case do.ReleaseMachine():
+            return f"{name} {effect.machine}{'' if effect.is_clean else ', not clean'}"
+        case do.FenceMember():
+            incarnation = effect.incarnation
+            return f"{name} rank {incarnation.rank} of epoch {incarnation.epoch}, {effect.grace_s:g} s"
+        case do.OrderMember():
+            incarnation = effect.incarnation
+            return f"{name} rank {incarnation.rank} of epoch {incarnation.epoch} on {effect.machine}"
+        case do.RevokeMember() | do.DismissMember():
             return f"{name} rank {effect.incarnation.rank} of epoch {effect.incarnation.epoch}"
         case do.OpenEpoch() | do.CloseBarrier() | do.ForgetGang():
             return f"{name} epoch {effect.epoch}"
@@ -173,6 +211,8 @@ def replay(text: str) -> str:
                     command=("true",),
                     nodes=int(options["nodes"]),
                     max_assembly_retries=int(options.get("retries", 2)),
+                    max_restarts=int(options.get("restarts", 3)),
+                    on_process_failure=FailurePolicy(options.get("onfailure", "Fail")),
                 )
             )
             out.append(line)
