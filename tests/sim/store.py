@@ -87,7 +87,7 @@ class SimStore:
         world, life = self.world, self.world.life
         match message:
             case ms.BarrierOpened():
-                event: Any = BarrierOpened(epoch=message.epoch)
+                event: Any = BarrierOpened(epoch=message.epoch, tokens=message.tokens)
             case ms.LeaseLapsed() | ms.LeaseReleased():
                 kind = LeaseLapsed if isinstance(message, ms.LeaseLapsed) else LeaseGone
                 event = kind(
@@ -101,8 +101,15 @@ class SimStore:
 
     # ---- what the coordinator asks ----------------------------------------------------------------
 
-    def open_epoch(self, uid: RunUid, epoch: Epoch, size: int) -> None:
-        self._ask(self._admin, ms.SetFloor, (uid, epoch, size))
+    def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, is_new: bool) -> None:
+        self._ask(self._admin, ms.SetFloor, (uid, epoch, size, is_new, ()))
+
+    def revoke(self, incarnation: Incarnation) -> bool | None:
+        """None: not known yet, ask again."""
+        reply = self._ask(self._admin, ms.Revoke, _key(incarnation))
+        if isinstance(reply, ms.Refused):
+            return None if reply.reason is Reason.UNKNOWN_GANG else True
+        return bool(reply.value)
 
     def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool | None:
         """None: not known yet, ask again."""
@@ -126,6 +133,7 @@ class SimStore:
                     epoch=snapshot.epoch,
                     holders=frozenset((lease.rank, lease.token) for lease in snapshot.leases),
                     has_opened=any(b.is_open for b in snapshot.barriers),
+                    tokens=next((b.tokens for b in snapshot.barriers), ()),
                 )
                 for event in missed_events(core.gang, view):
                     self.world.soon(self.world._answer, uid, event, self.world.life)

@@ -122,7 +122,8 @@ def test_an_epoch_told_before_it_is_durable_is_caught() -> None:
 def test_machines_that_are_never_given_back_are_caught() -> None:
     class Greedy(_Broken):
         def _release(self, uid, effect, life):  # type: ignore[no-untyped-def]
-            self.soon(self._answer, uid, ev.MachinesReleased(reservation=effect.reservation), life)
+            released = ev.MachineReleased(reservation=effect.reservation, machine=effect.machine)
+            self.soon(self._answer, uid, released, life)
 
     from coordinator.core import events as ev
 

@@ -89,7 +89,8 @@ class World:
         # the fleet
         self.free = [MachineName(f"m{i}") for i in range(machines)]
         self.machine_count = machines
-        self.held: dict[tuple[RunUid, int], tuple[MachineName, ...]] = {}
+        self.held: dict[tuple[RunUid, int], list[MachineName]] = {}
+        self.granted: dict[tuple[RunUid, int], tuple[MachineName, ...]] = {}
         self.waiting: list[tuple[RunUid, do.ReserveMachines, int]] = []
         self.released: set[tuple[RunUid, int]] = set()
         # the rest
@@ -123,8 +124,14 @@ class World:
         if not self.is_up:
             return  # the recovery reads it from the journal
         if uid not in self.cores:
-            self.cores[uid] = GangCore(self.journal[uid].snapshot(), validate=True)
+            self.cores[uid] = self._core(self.journal[uid].snapshot())
         self.tell(uid, ev.RunAccepted())
+
+    def _core(self, gang: Gang) -> GangCore:
+        return GangCore(gang, new_token=self._token, validate=True)
+
+    def _token(self) -> IncarnationToken:
+        return IncarnationToken(f"{self.random.getrandbits(32):08x}")
 
     def _cancel(self, uid: RunUid) -> None:
         if not self.is_up or uid not in self.cores:
@@ -213,7 +220,7 @@ class World:
         for uid, gang in self.journal.items():
             if self.crashes % 16 == 1:  # the text form, now and then: it costs more than all the rest
                 gang = Gang.from_record(json.loads(json.dumps(gang.to_record())))
-            self.cores[uid] = GangCore(gang.snapshot(), validate=True)
+            self.cores[uid] = self._core(gang.snapshot())
         self.store.resync()
         for uid in list(self.journal):
             self.tell(uid, ev.CoordinatorRecovered())
@@ -238,11 +245,20 @@ class World:
                 if (uid, effect.reservation) not in self.released:
                     self.waiting.append((uid, effect, life))
                     self._grant()
-            case do.ReleaseMachines():
+            case do.WithdrawReservation():
+                self._withdraw(uid, effect.reservation, life)
+            case do.ReleaseMachine():
                 self._release(uid, effect, life)
+            case do.RevokeMember():
+                has_passed = self.store.revoke(effect.incarnation)
+                if has_passed is not None:
+                    revoked = ev.MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed)
+                    self.soon(self._answer, uid, revoked, life)
+                elif not self.journal[uid].state.is_terminal:
+                    self.after(0.1, self._perform, uid, effect, life)
             case do.OpenEpoch():
                 self._check_epoch_is_durable(uid, effect.epoch)
-                self.store.open_epoch(uid, effect.epoch, effect.size)
+                self.store.open_epoch(uid, effect.epoch, effect.size, effect.is_new)
             case do.CloseBarrier():
                 was_open = self.store.close_barrier(uid, effect.epoch)
                 if was_open is not None:
@@ -273,7 +289,7 @@ class World:
 
     def _order(self, uid: RunUid, effect: do.OrderMember, life: int) -> None:
         incarnation = effect.incarnation
-        if (uid, effect.reservation) not in self.held:
+        if effect.machine not in self.held.get((uid, effect.reservation), ()):
             gone = ev.MemberVanished(incarnation=incarnation, message="its place is gone")
             self.soon(self._answer, uid, gone, life)
             return
@@ -302,31 +318,50 @@ class World:
                 self.waiting.remove(request)
                 continue
             if key not in self.held:
-                if len(self.free) < effect.nodes:
+                fitting = [m for m in self.free if m not in effect.avoid]
+                if len(fitting) < effect.nodes:
+                    waiting = ev.ReservationWaiting(
+                        reservation=effect.reservation,
+                        why="Busy.",
+                        is_possible=self.machine_count - len(effect.avoid) >= effect.nodes,
+                    )
+                    self.soon(self._answer, uid, waiting, life)
                     continue
-                self.random.shuffle(self.free)
-                self.held[key] = tuple(self.free[: effect.nodes])
-                del self.free[: effect.nodes]
+                self.random.shuffle(fitting)
+                self.held[key] = list(fitting[: effect.nodes])
+                self.granted[key] = tuple(self.held[key])
+                for machine in self.held[key]:
+                    self.free.remove(machine)
             self.waiting.remove(request)
             reserved = ev.MachinesReserved(
                 reservation=effect.reservation,
-                placements=tuple(ev.Placement(machine=m, address=f"{m}.test") for m in self.held[key]),
-                tokens=tuple(
-                    IncarnationToken(f"{self.random.getrandbits(32):08x}") for _ in range(effect.nodes)
-                ),
+                placements=tuple(ev.Placement(machine=m, address=f"{m}.test") for m in self.granted[key]),
             )
             self.soon(self._answer, uid, reserved, life)
 
-    def _release(self, uid: RunUid, effect: do.ReleaseMachines, life: int) -> None:
-        key = (uid, effect.reservation)
+    def _withdraw(self, uid: RunUid, reservation: int, life: int) -> None:
+        key = (uid, reservation)
         self.released.add(key)
-        machines = self.held.pop(key, ())
-        for incarnation, member in self.members.items():
-            if incarnation.run_uid == uid and member.machine in machines:
-                member.die()
-        self.free.extend(machines)
-        self.soon(self._answer, uid, ev.MachinesReleased(reservation=effect.reservation), life)
+        for machine in list(self.held.get(key, ())):
+            self._give_back(key, machine)
+        self.soon(self._answer, uid, ev.ReservationWithdrawn(reservation=reservation), life)
         self._grant()
+
+    def _release(self, uid: RunUid, effect: do.ReleaseMachine, life: int) -> None:
+        self._give_back((uid, effect.reservation), effect.machine)
+        released = ev.MachineReleased(reservation=effect.reservation, machine=effect.machine)
+        self.soon(self._answer, uid, released, life)
+        self._grant()
+
+    def _give_back(self, key: tuple[RunUid, int], machine: MachineName) -> None:
+        held = self.held.get(key, [])
+        if machine not in held:
+            return
+        held.remove(machine)
+        for incarnation, member in self.members.items():
+            if incarnation.run_uid == key[0] and member.machine == machine:
+                member.die()
+        self.free.append(machine)
 
     # ---- what members do --------------------------------------------------------------------------
 
@@ -365,14 +400,14 @@ class World:
         for uid, gang in self.journal.items():
             if not gang.state.is_terminal:
                 raise Violation(f"9: liveness: {uid} rests in {gang.state}: {gang.message}")
-            if gang.release_pending or gang.machines_held:
+            if not gang.is_released:
                 raise Violation("6: machines were never released")
             if any(h.until is None for h in gang.holdings):
                 raise Violation("6: the ledger has an open line")
             if self.running[uid]:
                 raise Violation("1: processes outlive their run")
             self._check_ledger(gang.holdings)
-        if self.held or len(self.free) != self.machine_count:
+        if any(self.held.values()) or len(self.free) != self.machine_count:
             raise Violation("6: the fleet still holds machines for nobody")
 
     @staticmethod
