@@ -38,7 +38,7 @@ def gang_of(phase: MemberPhase, *, barrier_open: bool) -> Gang:
     plan = RunPlan(name=RunName("r"), command=("true",), nodes=2)
     return Gang(
         uid=UID, plan=plan, created_at=0.0, state=RunState.RUNNING if barrier_open else RunState.ASSEMBLING,
-        epoch=EPOCH, members=members, machines_held=True, barrier_open=barrier_open,
+        epoch=EPOCH, members=members, barrier_open=barrier_open,
     )  # fmt: skip
 
 
