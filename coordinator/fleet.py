@@ -10,7 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,8 +123,10 @@ def matches(facts: MachineFacts, shape: Shape) -> str | None:
     return None
 
 
-def why_waiting(shape: Shape, machines: list[MachineFacts], used_by: Mapping[str, str]) -> Waiting:
-    """One sentence: what is wanted, and machine by machine why it is not there."""
+def why_waiting(
+    shape: Shape, machines: list[MachineFacts], used_by: Mapping[str, str], *, coming: Sequence[str] = ()
+) -> Waiting:
+    """One sentence: what is wanted, and machine by machine why it is not there. `coming` are being acquired."""
     wanted = f"{shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
     if shape.gpus_per_node:
         kinds = "/".join(shape.gpu_types) or "accelerators"
@@ -135,6 +137,11 @@ def why_waiting(shape: Shape, machines: list[MachineFacts], used_by: Mapping[str
         lack = matches(facts, shape)
         fitting += lack is None
         owner = used_by.get(facts.name)
-        parts.append(f"{facts.name} {f'in use by {owner}' if owner else lack or 'free'}")
+        parts.append(f"{facts.name} {f'in use by {owner}' if owner and facts.is_alive else lack or 'free'}")
+    still_coming = sorted(set(coming) - {m.name for m in machines if m.is_alive})
+    parts += [f"{name} is coming" for name in still_coming]
     there = "; ".join(parts) if parts else "the deployment has no machines"
-    return Waiting(why=f"Waiting for {wanted}, all at once: {there}.", is_possible=fitting >= shape.nodes)
+    return Waiting(
+        why=f"Waiting for {wanted}, all at once: {there}.",
+        is_possible=fitting + len(still_coming) >= shape.nodes,
+    )

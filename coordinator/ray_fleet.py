@@ -1,33 +1,26 @@
-"""The fleet of a Ray cluster: machines are nodes, a reservation is a placement group, a member an actor.
+"""The fleet of a Ray cluster: machines are nodes, a reservation is a placement group for each, a member an actor.
 
 Rules of this file:
-1. All of Ray's untyped surface that the coordinator uses is here and in `coordinator.actor`.
-2. Ray's calls block: each runs in a thread (`_ray`, which makes Ray's errors ours), and a reservation's creation is
-   never cut in half by a cancellation (`release` waits for it).
-3. Placement groups return bundle by bundle after a node's death; nothing here relies on that: a
-   reservation lives for one assembly, and the core decides when it is given back.
+1. All of Ray's untyped surface that the coordinator uses is here, in the modules `coordinator.ray_*` and in
+   `coordinator.actor`.
+2. A machine that is given back and not clean keeps its group until a sweep on it has proven that nothing of the run
+   is left, or Ray holds it for dead. The group is in Ray: a coordinator that dies meanwhile changes nothing, and asks
+   again.
+3. One sweep at a time is on its way to a machine, however long it does not answer: one that came late, when the same
+   run has the machine again, would find new processes. It kills what was there when it began.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -35,46 +28,28 @@ from ray.util.scheduling_strategies import (
 
 from agents.node import MemberNode
 from agents.preparation import remove_run
+from agents.sweep import sweep_run
+from coordinator import ray_notes
 from coordinator.core.events import Placement
-from coordinator.fleet import MachineFacts, MemberGoneError, Shape, why_waiting
-from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
+from coordinator.fleet import MachineFacts, MemberGoneError, Shape, Waiting
+from coordinator.ray_call import ask_ray
+from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL
+from coordinator.ray_groups import Key
+from coordinator.ray_reservations import RayReservations
 from coordinator.warm_workers import warm
-from mesh.errors import MeshTimeoutError, PlacementError, TransportError
+from mesh.errors import MeshTimeoutError, NotFoundError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import FenceOrder, JoinOrder
 
 MEMBER_CALL_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 FORGET_TIMEOUT_S = 10.0
-REMOVAL_POLL_S = 0.02
-REMOVAL_TIMEOUT_S = 30.0
-WAITING_NOTICE_S = 1.0
-"""How long a reservation may take before its run says why it waits, and then between two looks."""
-READY_POLL_FIRST_S, READY_POLL_MAX_S = 0.005, 0.5
-"""Between two looks at a reservation; Ray's own wait would hold a thread for each waiting run."""
+SWEEP_KILL_LIMIT_S = 10.0
+SWEEP_LOOK_S = 1.0
+"""Between two looks at whether a machine whose sweep does not answer is still there."""
+SWEEP_AGAIN_S = 1.0
 
-T = TypeVar("T")
-
-_WORDS = re.compile(r"\d+|\D+")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    uid: RunUid
-    reservation: int
-
-    @property
-    def name(self) -> str:
-        return f"gang-{self.uid}-{self.reservation}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bundle:
-    """One machine's place in a placement group."""
-
-    index: int
-    facts: MachineFacts
 
 
 class RayFleet:
@@ -91,91 +66,120 @@ class RayFleet:
     ) -> None:
         self._namespace = namespace
         self._member_config = dict(member_config)
-        self._used_by = used_by
-        self._seen: list[MachineFacts] = []
-        self._seen_at = float("-inf")
-        self._warming: asyncio.Task[None] | None = None
-        """Kept, so that it is not collected while it runs; nobody waits for it."""
-        self._creating: dict[_Key, asyncio.Task[PlacementGroup]] = {}
+        self._reservations = RayReservations(look=self.machines, used_by=used_by)
+        self._cordoned: set[MachineName] | None = None
+        """None until it has been read from Ray."""
+        self._warming: set[asyncio.Task[None]] = set()
+        """Kept, so that they are not collected while they run; nobody waits for them."""
 
     async def machines(self) -> list[MachineFacts]:
-        nodes = await _ray(ray.nodes)
-        return [_facts(node) for node in nodes if MACHINE_LABEL in node.get("Labels", {})]
+        if self._cordoned is None:
+            self._cordoned = await ask_ray(ray_notes.read_cordoned)
+        nodes = (await self._nodes()).values()
+        return [_facts(node, is_cordoned=node["Labels"][MACHINE_LABEL] in self._cordoned) for node in nodes]
 
-    async def _machines_lately(self) -> list[MachineFacts]:
-        """As they were at most a second ago: many runs may wait, and Ray is asked once for all of them."""
-        if time.monotonic() - self._seen_at >= WAITING_NOTICE_S:
-            self._seen_at = time.monotonic()
-            self._seen = await self.machines()
-        return self._seen
+    async def _nodes(self) -> dict[MachineName, dict[str, Any]]:
+        """By machine. One that came back under its name is the node that lives."""
+        found: dict[MachineName, dict[str, Any]] = {}
+        for node in await ask_ray(ray.nodes):
+            name = node.get("Labels", {}).get(MACHINE_LABEL)
+            if name is not None and (node["Alive"] or name not in found):
+                found[MachineName(name)] = node
+        return found
+
+    async def _node(self, machine: MachineName) -> dict[str, Any] | None:
+        """The node of a machine that Ray does not hold for dead."""
+        node = (await self._nodes()).get(machine)
+        return node if node is not None and node["Alive"] else None
+
+    async def cordon(self, machine: MachineName) -> None:
+        """See `Fleet.cordon`. If Ray cannot keep it, it is forgotten when the coordinator dies."""
+        if machine not in {facts.name for facts in await self.machines()}:
+            raise NotFoundError(
+                f"There is no machine named '{machine}'.", hint="See them all: mesh get machines"
+            )
+        assert self._cordoned is not None
+        self._cordoned.add(machine)
+        try:
+            await ask_ray(ray_notes.note_cordoned, machine)
+        except TransportError as error:
+            _log.warning("that %s is wanted back is noted in this process only: %s", machine, error)
 
     # ---- reservations -----------------------------------------------------------------------------
 
     async def reserve(
-        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[str], None]
+        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[Waiting], None]
     ) -> tuple[Placement, ...]:
-        key = _Key(uid, reservation)
-        creation = self._creating.get(key)
-        if creation is None:
-            creation = asyncio.create_task(_ray(_find_or_create_group, key, shape))
-            self._creating[key] = creation
-            creation.add_done_callback(lambda _: self._creating.pop(key, None))
-        group = await asyncio.shield(creation)
-        pause_s, told_at = READY_POLL_FIRST_S, time.monotonic()
-        while not await _ray(_is_ready, group):
-            if time.monotonic() - told_at >= WAITING_NOTICE_S:
-                told_at = time.monotonic()
-                on_waiting(why_waiting(shape, await self._machines_lately(), self._used_by()))
-            await asyncio.sleep(pause_s)
-            pause_s = min(READY_POLL_MAX_S, pause_s * 2)
-        return await self._placements(group)
+        return await self._reservations.reserve(Key(uid, reservation), shape, on_waiting)
 
-    async def _placements(self, group: PlacementGroup) -> tuple[Placement, ...]:
-        """In the order of the machines' names, numbers in them counted as numbers."""
-        bundles = await _ray(_bundles, group)
-        ordered = sorted(
-            bundles, key=lambda name: [int(n) if n.isdigit() else n for n in _WORDS.findall(name)]
-        )
-        return tuple(Placement(machine=name, address=bundles[name].facts.address) for name in ordered)
+    async def withdraw(self, uid: RunUid, reservation: int) -> None:
+        await self._reservations.withdraw(Key(uid, reservation))
 
-    async def release(self, uid: RunUid, reservation: int) -> None:
-        key = _Key(uid, reservation)
-        creation = self._creating.get(key)
-        if creation is not None:
-            await asyncio.wait([creation])
-        group = await _ray(_find_group, key)
-        if group is None:
+    async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
+        key = Key(uid, reservation)
+        if not await self._reservations.holds(key, machine):
             return
-        node_ids = await _ray(_node_ids, group)
-        await _ray(remove_placement_group, group)
+        if not is_clean:
+            await self._sweep(uid, machine)
+        await self._reservations.give_back([machine])
+        node = await self._node(machine)
+        if node is not None:
+            self._warm([node["NodeID"]])
+
+    def _warm(self, node_ids: Sequence[str]) -> None:
+        task = asyncio.create_task(asyncio.to_thread(warm, node_ids), name="warm workers")
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
+
+    # ---- sweeps -----------------------------------------------------------------------------------
+
+    async def _sweep(self, uid: RunUid, machine: MachineName) -> None:
+        """Returns when nothing of the run is left on the machine, or the machine is gone."""
+        while (node := await self._node(machine)) is not None:
+            remains = await self._sweep_once(uid, machine, node["NodeID"])
+            if not remains:
+                return
+            _log.warning("%s is kept from others, the run %s is still there: %s", machine, uid, remains)
+            await asyncio.sleep(SWEEP_AGAIN_S)
+        _log.info("%s is gone, and what ran there of the run %s", machine, uid)
+
+    async def _sweep_once(self, uid: RunUid, machine: MachineName, node_id: str) -> list[str]:
+        """What one sweep left, in words; also when it could not be made, or the machine is gone meanwhile."""
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(_sweep_run)
+        here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        reference = task.options(scheduling_strategy=here).remote(
+            str(self._member_config["machines_dir"]), machine, uid
+        )
+        answer = asyncio.ensure_future(_await(reference))
         try:
-            async with asyncio.timeout(REMOVAL_TIMEOUT_S):
-                while not await _ray(_is_removed, group):  # noqa: ASYNC110 - Ray cannot wait
-                    await asyncio.sleep(REMOVAL_POLL_S)
-        except TimeoutError:
-            raise MeshTimeoutError(
-                f"Ray has not confirmed the release of {key.name}.", timeout_s=REMOVAL_TIMEOUT_S
-            ) from None
-        self._warming = asyncio.create_task(asyncio.to_thread(warm, node_ids), name="warm workers")
+            while not answer.done():
+                await asyncio.wait([answer], timeout=SWEEP_LOOK_S)
+                if not answer.done() and await self._node(machine) is None:
+                    return ["it is being held for dead"]
+            return list(answer.result())
+        except RayError as error:
+            return [f"the sweep failed: {type(error).__name__}"]
+        finally:
+            answer.cancel()
 
     # ---- members ----------------------------------------------------------------------------------
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         incarnation = order.incarnation
-        group = await _ray(_find_group, _Key(incarnation.run_uid, reservation))
+        group = await self._reservations.group(Key(incarnation.run_uid, reservation), order.machine)
         if group is None:
-            raise MemberGoneError(f"The reservation of {order.machine} is gone.")
-        handle = await _ray(self._create_member, order, group)
+            raise MemberGoneError(f"{order.machine} is not reserved any more.")
+        node = await self._node(order.machine)
+        if node is None:
+            raise MemberGoneError(f"{order.machine} is lost.")
+        handle = await ask_ray(self._create_member, order, group, _facts(node).address)
         await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
 
-    def _create_member(self, order: JoinOrder, group: PlacementGroup) -> Any:
-        bundle = _bundles(group).get(order.machine)
-        if bundle is None:
-            raise MemberGoneError(f"{order.machine} is not in its reservation any more.")
+    def _create_member(self, order: JoinOrder, group: PlacementGroup, address: str) -> Any:
         config = {
             **self._member_config,
             "machine": str(order.machine),
-            "address": bundle.facts.address,
+            "address": address,
             "namespace": self._namespace,
         }
         return MemberNode.options(
@@ -186,7 +190,7 @@ class RayFleet:
             num_cpus=0,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=bundle.index
+                placement_group=group, placement_group_bundle_index=0
             ),
         ).remote(config)
 
@@ -204,18 +208,17 @@ class RayFleet:
                 await handle.leave.remote()
         except (TimeoutError, RayError) as error:
             _log.info("rank %s did not leave by itself: %s", incarnation.rank, type(error).__name__)
-        await _ray(_kill, handle)
+        await ask_ray(_kill, handle)
 
     async def forget_run(self, uid: RunUid) -> None:
         machines_dir = str(self._member_config["machines_dir"])
-        nodes = await _ray(ray.nodes)
         task: Any = ray.remote(num_cpus=0, max_retries=0)(_remove_run)
         removals = [
             task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(machines_dir, _facts(node).name, uid)
-            for node in nodes
-            if node["Alive"] and MACHINE_LABEL in node["Labels"]
+            ).remote(machines_dir, machine, uid)
+            for machine, node in (await self._nodes()).items()
+            if node["Alive"]
         ]
         outcomes = await asyncio.gather(*map(_removed_in_time, removals), return_exceptions=True)
         for outcome in outcomes:
@@ -224,7 +227,7 @@ class RayFleet:
 
     async def _member(self, incarnation: Incarnation) -> Any:
         try:
-            return await _ray(ray.get_actor, _actor_name(incarnation), self._namespace)
+            return await ask_ray(ray.get_actor, _actor_name(incarnation), self._namespace)
         except ValueError:
             raise MemberGoneError(f"There is no actor for rank {incarnation.rank}.") from None
 
@@ -234,18 +237,16 @@ async def _removed_in_time(removal: Awaitable[None]) -> None:
         await removal
 
 
-async def _ray(call: Callable[..., T], *arguments: Any) -> T:
-    """A blocking call into Ray. What Ray cannot do now may be asked again. ValueError: no such thing."""
-    try:
-        return await asyncio.to_thread(call, *arguments)
-    except ValueError:
-        raise
-    except (RayError, RuntimeError, OSError) as error:
-        raise TransportError(f"Ray cannot be asked now: {error}.") from error
+async def _await(reference: Any) -> Any:
+    return await reference
 
 
 def _remove_run(machines_dir: str, machine: str, uid: RunUid) -> None:
     remove_run(uid, machine_dir=Path(machines_dir) / machine)
+
+
+def _sweep_run(machines_dir: str, machine: str, uid: RunUid) -> list[str]:
+    return sweep_run(uid, machine_dir=Path(machines_dir) / machine, limit_s=SWEEP_KILL_LIMIT_S)
 
 
 def _actor_name(incarnation: Incarnation) -> str:
@@ -267,7 +268,7 @@ async def _call(reference: Any, who: str) -> Any:
         ) from error
 
 
-def _facts(node: Mapping[str, Any]) -> MachineFacts:
+def _facts(node: Mapping[str, Any], *, is_cordoned: bool = False) -> MachineFacts:
     labels = dict(node["Labels"])
     return MachineFacts(
         name=MachineName(labels[MACHINE_LABEL]),
@@ -276,59 +277,7 @@ def _facts(node: Mapping[str, Any]) -> MachineFacts:
         gpu_type=labels.get(GPU_TYPE_LABEL),
         gpu_count=int(node["Resources"].get("GPU", 0)) if node["Alive"] else 0,
         is_alive=bool(node["Alive"]),
-    )
-
-
-def _bundles(group: PlacementGroup) -> dict[MachineName, _Bundle]:
-    """Where a group that is ready lies. Raises PlacementError when a machine of it is lost already."""
-    nodes = {node["NodeID"]: node for node in ray.nodes()}
-    found = {}
-    for index, node_id in placement_group_table(group)["bundles_to_node_id"].items():
-        node = nodes.get(node_id)
-        if node is None or not node["Alive"]:
-            raise PlacementError("A machine was lost while it was being reserved.")
-        facts = _facts(node)
-        found[facts.name] = _Bundle(index=int(index), facts=facts)
-    return found
-
-
-def _node_ids(group: PlacementGroup) -> list[str]:
-    """Of the machines of a group; none for one that never got any."""
-    return [node_id for node_id in placement_group_table(group)["bundles_to_node_id"].values() if node_id]
-
-
-def _find_group(key: _Key) -> PlacementGroup | None:
-    try:
-        group = get_placement_group(key.name)
-    except ValueError:
-        return None
-    return None if _is_removed(group) else group
-
-
-def _is_ready(group: PlacementGroup) -> bool:
-    return bool(placement_group_table(group).get("state") == "CREATED")
-
-
-def _is_removed(group: PlacementGroup) -> bool:
-    return bool(placement_group_table(group).get("state", "REMOVED") == "REMOVED")
-
-
-def _find_or_create_group(key: _Key, shape: Shape) -> PlacementGroup:
-    found = _find_group(key)
-    if found is not None:
-        return found
-    bundle: dict[str, float] = {SLOT_RESOURCE: 1}
-    if shape.gpus_per_node:
-        bundle["GPU"] = shape.gpus_per_node
-    selector: list[dict[str, str]] | None = None
-    if shape.gpus_per_node and shape.gpu_types:
-        selector = [{GPU_TYPE_LABEL: f"in({','.join(shape.gpu_types)})"} for _ in range(shape.nodes)]
-    return placement_group(
-        [dict(bundle) for _ in range(shape.nodes)],
-        strategy="STRICT_SPREAD",
-        name=key.name,
-        lifetime="detached",
-        bundle_label_selector=selector,
+        is_cordoned=is_cordoned,
     )
 
 

@@ -1,0 +1,106 @@
+"""The sweep: ends whatever of a run still runs on one machine, and says what it could not end.
+
+It is for a machine whose agent nobody can rely on any more: dead, frozen, or cut off and back again. Several machines
+may be simulated on one host, so a run's name is not enough: what is swept are the lives that began on this machine.
+
+How they are found: each life has its folder (`agents.preparation`), in which the processes that could still start
+something have signed in (the member's agent, its launcher); what they started to serve it bears its name in
+GANGMESH_SERVES (the keeper, the supervisor), and so do the command's own processes in NODUS_INCARNATION.
+
+Rules of this file:
+1. Nothing begins behind the sweep's back: it closes a life (a mark in its folder) before it looks who has signed in,
+   and who signs in looks for the mark afterwards. One of the two sees the other.
+2. It ends the lives that were there when it began, and no later ones.
+3. A pid is a process only together with its start time.
+4. Blocking: call it in a thread or a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from agents import control_group, process_tree
+from agents.supervisor_protocol import INCARNATION_VARIABLE
+from mesh.ids import Incarnation, RunUid
+
+SERVES_VARIABLE = "GANGMESH_SERVES"
+_STATE_VARIABLE = "NODUS_STATE_DIR"
+_SIGNED_IN = "processes"
+_CLOSED = "closed"
+
+
+def sign_in(life: Path) -> bool:
+    """Notes this process in the folder of a life that it is about to serve. False: that life is over.
+
+    Raises OSError when it cannot be noted.
+    """
+    folder = life / _SIGNED_IN
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    me = process_tree.read_process(os.getpid())
+    assert me is not None
+    (folder / f"{me.pid}-{me.started}").touch()
+    return not (life / _CLOSED).exists()
+
+
+def sweep_run(uid: RunUid, *, machine_dir: Path, limit_s: float) -> list[str]:
+    """Ends everything of the run on this machine; what remains after `limit_s` for each life, in words."""
+    run_dir = machine_dir / "runs" / uid
+    lives = dict(_lives(uid, run_dir))
+    for life in lives.values():
+        (life / _CLOSED).touch()
+    names = {*map(str, lives), *_names_in_environments(uid, run_dir)}
+    remains = []
+    for name in sorted(names):
+        folder = lives.get(Incarnation.parse(name))
+        roots = [*_serving(name), *(_signed_in(folder) if folder else ())]
+        outcome = process_tree.kill_incarnation(name, roots=roots, limit_s=limit_s)
+        remains += [f"process {pid} ({process_tree.executable_name(pid)})" for pid in outcome.remaining]
+    return remains
+
+
+def _lives(uid: RunUid, run_dir: Path) -> Iterator[tuple[Incarnation, Path]]:
+    """The lives of the run that have a folder here."""
+    for folder in run_dir.glob("*/epochs/*"):
+        epoch, _, token = folder.name.partition("-")
+        try:
+            yield Incarnation.parse(f"{uid}.{epoch}.{folder.parents[1].name}.{token}"), folder
+        except ValueError:
+            continue
+
+
+def _names_in_environments(uid: RunUid, run_dir: Path) -> set[str]:
+    """The lives of the run whose processes say that they began here."""
+    here = os.fsencode(run_dir) + b"/"
+    found = set()
+    for environment in _environments().values():
+        name = os.fsdecode(environment.get(INCARNATION_VARIABLE.encode(), b""))
+        if name.startswith(f"{uid}.") and environment.get(_STATE_VARIABLE.encode(), b"").startswith(here):
+            found.add(name)
+    return found
+
+
+def _serving(name: str) -> list[int]:
+    wanted = name.encode()
+    return [pid for pid, e in _environments().items() if e.get(SERVES_VARIABLE.encode()) == wanted]
+
+
+def _environments() -> dict[int, dict[bytes, bytes]]:
+    """Of every process that we may look into, as it was started."""
+    found = {}
+    for pid in process_tree.snapshot():
+        block = control_group.read_bytes(f"/proc/{pid}/environ")
+        if b"NODUS_" in block or SERVES_VARIABLE.encode() in block:
+            found[pid] = dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry)
+    return found
+
+
+def _signed_in(life: Path) -> list[int]:
+    """Those of them that still run."""
+    found = []
+    for note in (life / _SIGNED_IN).glob("*-*"):
+        pid, _, started = note.name.partition("-")
+        if pid.isdigit() and (process := process_tree.read_process(int(pid))):
+            found += [process.pid] if str(process.started) == started else []
+    return found

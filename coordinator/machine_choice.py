@@ -1,0 +1,78 @@
+"""Which waiting reservation gets which free machines. Pure.
+
+Rules of this file:
+1. All or nothing: a reservation gets all of its machines in one look, or none.
+2. First come, first served among those that fit. A run that holds machines already goes before those that hold
+   none: its survivors stand still until the lost rank has a machine.
+3. Who fits may overtake who does not, for PATIENCE_S. From then on the free machines that fit the one who waits are
+   kept for it, look by look, until there are enough: a big gang is not starved by small ones. One that could never be
+   served keeps nothing.
+4. The machine with the fewest accelerators that will do is taken, then the one with the lowest name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.fleet import MachineFacts, Shape, matches
+from mesh.ids import MachineName, RunUid
+
+PATIENCE_S = 60.0
+
+_WORDS = re.compile(r"\d+|\D+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One reservation that waits, since `since` (monotonic seconds)."""
+
+    uid: RunUid
+    reservation: int
+    shape: Shape
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What one of them gets, in the order in which its ranks should have them."""
+
+    asked: Asked
+    machines: tuple[MachineFacts, ...]
+
+
+def choose(
+    asked: Sequence[Asked],
+    machines: Sequence[MachineFacts],
+    taken: Mapping[MachineName, RunUid],
+    *,
+    shunned: frozenset[MachineName] = frozenset(),
+    now: float,
+) -> list[Grant]:
+    """Who gets what now. `asked` is in the order of their coming; `shunned` are not free for a while."""
+    free = [m for m in machines if m.name not in taken and m.name not in shunned]
+    holders = set(taken.values())
+    grants = []
+    for one in sorted(asked, key=lambda a: a.uid not in holders):
+        fitting = [m for m in free if matches(m, one.shape) is None]
+        if len(fitting) >= one.shape.nodes:
+            best = sorted(fitting, key=lambda m: (m.gpu_count, natural(m.name)))[: one.shape.nodes]
+            grants.append(Grant(asked=one, machines=tuple(sorted(best, key=lambda m: natural(m.name)))))
+            kept = {m.name for m in best}
+        elif now - one.since >= PATIENCE_S and is_possible(one.shape, machines):
+            kept = {m.name for m in fitting}
+        else:
+            continue
+        free = [m for m in free if m.name not in kept]
+    return grants
+
+
+def is_possible(shape: Shape, machines: Sequence[MachineFacts]) -> bool:
+    """Whether there would be enough if nobody else had any."""
+    return sum(matches(m, shape) is None for m in machines) >= shape.nodes
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """A key for sorting names in which numbers count as numbers."""
+    return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in _WORDS.findall(name)]
