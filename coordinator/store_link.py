@@ -5,11 +5,13 @@ Rules of this file:
    snapshot of every gang whose epoch is under way (`coordinator.core.resync`).
 2. A store that was restarted knows nothing. It is told the epochs again, and is given a lease for every member that
    must hold one: a living member renews it within a heartbeat, a dead one's lapses and says so.
-3. "The barrier never opened" settles members that were never heard of, so it is believed only of a store that has
-   known the epoch from its first moment, and only by the link that saw that moment (`_trusted`): an earlier
-   coordinator may have told a restarted store. Otherwise the answer is "it may have": every member then has to be
-   accounted for one by one.
-4. Nothing ends the line for good: what the coordinator cannot take now is made up for after the next connect.
+3. "The barrier never opened" settles members that were never heard of, and "it did not open with this incarnation"
+   one, so both are believed only of a store that has seen the epoch from its first moment, by its own word
+   (`GangFloor.from_start`; it gets that word from the one who told it as the first). Of another one the answer is
+   "it may have": every member then has to be accounted for one by one.
+4. An incarnation that was given up stays so: a store that was restarted is told with the epoch itself, before
+   anybody can take a lease. Only a certain "it did not pass" counts as given up.
+5. Nothing ends the line for good: what the coordinator cannot take now is made up for after the next connect.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from mesh.errors import (
     RendezvousError,
     TransportError,
 )
-from mesh.ids import Epoch, Incarnation, RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
 from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
@@ -80,9 +82,10 @@ class StoreLink:
         self._events: GangEvents | None = None
         self._task: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._trusted: dict[_Epoch, str | None] = {}
-        """Epochs that a store instance has known from their first moment -> that instance. None for ever once a store
-        had to be told again."""
+        self._trusted: dict[_Epoch, str] = {}
+        """Epochs that a store instance says to have seen from their first moment -> that instance."""
+        self._revoked: dict[_Epoch, set[tuple[Rank, IncarnationToken]]] = {}
+        """What was given up through this link: the gang hears of it a moment later, and the store may die before."""
         self._told: set[_Epoch] = set()
         """Epochs that this link has tried to open."""
 
@@ -109,16 +112,21 @@ class StoreLink:
         key = (uid, epoch)
         is_first_try = key not in self._told
         self._told.add(key)
-        is_known = any(g.gang == uid and g.epoch == epoch for g in await client.gangs())
-        if not is_known:
+        gang = self._live_gang(uid, epoch)
+        floors = {(g.gang, g.epoch): g.from_start for g in await client.gangs()}
+        is_whole = floors.get(key)
+        if is_whole is None:
+            is_first = is_new and is_first_try
             try:
-                await client.set_floor(uid, epoch, size)
+                is_whole = await client.set_floor(
+                    uid, epoch, size, is_first=is_first, revoked=self._given_up(key, gang)
+                )
             except FencedError:
                 return  # the gang has gone on meanwhile
-        if is_new and (is_known or is_first_try):
-            self._trusted.setdefault(key, client.instance)
-        elif not is_known and (gang := self._live_gang(uid, epoch)) is not None:
-            await self._account_after_loss(client, gang)
+            if not is_whole and gang is not None:
+                await self._account_after_loss(client, gang)
+        if is_whole:
+            self._trusted[key] = client.instance
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         """See `StoreControl`. True as well when nobody knows any more."""
@@ -127,11 +135,25 @@ class StoreLink:
             was_open = await client.close_barrier(uid, epoch)
         except FencedError:
             return True
-        if was_open or self._trusted.get((uid, epoch)) == client.instance:
+        if was_open or self._is_trusted(client, (uid, epoch)):
             return was_open
         if (gang := self._live_gang(uid, epoch)) is not None:
             await self._account_for(client, gang, members_with_lease(gang, has_opened=True))
         return True
+
+    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
+        """See `StoreControl`. True as well when nobody knows any more: nothing is changed then."""
+        client = self._connected()
+        key = (uid, incarnation.epoch)
+        if not self._is_trusted(client, key):
+            return True
+        try:
+            has_passed = await client.revoke(uid, incarnation.epoch, incarnation.rank, incarnation.token)
+        except FencedError:
+            return True
+        if not has_passed:
+            self._revoked.setdefault(key, set()).add((incarnation.rank, incarnation.token))
+        return has_passed
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         """See `StoreControl`."""
@@ -139,11 +161,23 @@ class StoreLink:
         for key in [key for key in self._told if key[0] == uid]:  # earlier epochs too
             self._told.discard(key)
             self._trusted.pop(key, None)
+            self._revoked.pop(key, None)
 
     def _connected(self) -> StoreClient:
         if self._client is None or not self._client.is_connected:
             raise TransportError("The rendezvous store cannot be reached now.")
         return self._client
+
+    def _is_trusted(self, client: StoreClient, key: _Epoch) -> bool:
+        """True when what this store has not seen of the epoch has not been."""
+        return self._trusted.get(key) == client.instance
+
+    def _given_up(self, key: _Epoch, gang: Gang | None) -> ms.Revocations:
+        """Every incarnation of this epoch that may never act again."""
+        earlier = (
+            [] if gang is None else [m.incarnation for m in gang.attempts if m.incarnation.epoch == key[1]]
+        )
+        return tuple(sorted({(i.rank, i.token) for i in earlier} | self._revoked.get(key, set())))
 
     def _live_gang(self, uid: RunUid, epoch: Epoch) -> Gang | None:
         assert self._events is not None, "connected"
@@ -183,11 +217,14 @@ class StoreLink:
     async def _catch_up(self, client: StoreClient) -> None:
         await client.watch()
         assert self._events is not None
-        floors = {g.gang: g.epoch for g in await client.gangs()}
+        floors = {(g.gang, g.epoch): g.from_start for g in await client.gangs()}
         for gang in self._events.live_gangs():
-            if floors.get(gang.uid) == gang.epoch:
+            key = (gang.uid, gang.epoch)
+            if floors.get(key):
+                self._trusted[key] = client.instance
+            if key in floors:
                 await self._compare(client, gang)
-            elif (gang.uid, gang.epoch) in self._told:
+            elif key in self._told:
                 await self._tell_again(client, gang)
 
     async def _compare(self, client: StoreClient, gang: Gang) -> None:
@@ -198,10 +235,12 @@ class StoreLink:
             if error.reason is Reason.UNKNOWN_GANG:
                 return  # it was forgotten a moment ago
             raise
+        start = [barrier for barrier in snapshot.barriers if barrier.name == ms.START_BARRIER]
         view = StoreView(
             epoch=snapshot.epoch,
             holders=frozenset((lease.rank, lease.token) for lease in snapshot.leases),
-            has_opened=any(b.is_open for b in snapshot.barriers if b.name == ms.START_BARRIER),
+            has_opened=any(b.is_open for b in start),
+            tokens=next((b.tokens for b in start), ()),
         )
         for event in missed_events(gang, view):
             self._events.post(gang.uid, event)
@@ -209,14 +248,18 @@ class StoreLink:
     async def _tell_again(self, client: StoreClient, gang: Gang) -> None:
         """The store was restarted (rule 2)."""
         try:
-            await client.set_floor(gang.uid, gang.epoch, gang.plan.nodes)
+            await client.set_floor(
+                gang.uid,
+                gang.epoch,
+                gang.plan.nodes,
+                revoked=self._given_up((gang.uid, gang.epoch), gang),
+            )
         except FencedError:
             return  # the gang has gone on meanwhile
         await self._account_after_loss(client, gang)
 
     async def _account_after_loss(self, client: StoreClient, gang: Gang) -> None:
         """The store has just been told of an epoch that it had forgotten, with every lease of it (rule 2)."""
-        self._trusted[gang.uid, gang.epoch] = None
         await self._account_for(client, gang, members_with_lease(gang, has_opened=gang.barrier_open))
 
     async def _account_for(self, client: StoreClient, gang: Gang, members: list[MemberRecord]) -> None:
@@ -251,7 +294,7 @@ class StoreLink:
         match push:
             case ms.BarrierOpened():
                 if push.name == ms.START_BARRIER:
-                    self._events.post(push.gang, BarrierOpened(epoch=push.epoch))
+                    self._events.post(push.gang, BarrierOpened(epoch=push.epoch, tokens=push.tokens))
             case ms.LeaseLapsed():
                 self._events.post(push.gang, LeaseLapsed(incarnation=_incarnation(push)))
             case ms.LeaseReleased():

@@ -66,9 +66,13 @@ class MachinesReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierOpened:
-    """The store opened the epoch's start barrier: every rank had arrived."""
+    """The store opened the epoch's start barrier: every rank had arrived.
+
+    `tokens`: with which incarnations, in rank order; empty when that is not known.
+    """
 
     epoch: Epoch
+    tokens: tuple[IncarnationToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ class StoreView:
     epoch: Epoch
     holders: frozenset[tuple[Rank, IncarnationToken]]
     has_opened: bool
+    tokens: tuple[IncarnationToken, ...] = ()
+    """With which incarnations the barrier opened, in rank order."""
 
 
 def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
@@ -30,7 +32,7 @@ def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
         return []
     events: list[GangEvent] = []
     if view.has_opened and not gang.barrier_open:
-        events.append(BarrierOpened(epoch=gang.epoch))
+        events.append(BarrierOpened(epoch=gang.epoch, tokens=view.tokens))
     has_opened = view.has_opened or gang.barrier_open
     events.extend(
         LeaseGone(incarnation=member.incarnation)

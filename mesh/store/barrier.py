@@ -78,7 +78,7 @@ def _refusal(
 ) -> ms.Refused | None:
     limits = books.limits
     lease = gang.leases.get(request.rank)
-    if lease is None or request.token in gang.ended.get(request.rank, ()):
+    if lease is None or gang.is_over(request.rank, request.token):
         return lost(request)
     if lease.token != request.token:
         message = f"Rank {request.rank} of gang {request.gang} is another incarnation in epoch {gang.epoch}."
@@ -131,7 +131,7 @@ def _open(books: Books, gang: Gang, name: str, barrier: Barrier) -> list[Output]
         assert waiter is not None, "before the opening an arrival has a waiter"
         books.strike(waiter)
         outputs.append((waiter.connection, ms.Opened(waiter.id, payloads)))
-    return outputs + books.push(ms.BarrierOpened(gang.uid, gang.epoch, name))
+    return outputs + books.push(ms.BarrierOpened(gang.uid, gang.epoch, name, barrier.tokens()))
 
 
 def _answer_when_open(payloads: tuple[bytes, ...], barrier: Barrier, request: ms.Arrive) -> ms.Reply:

@@ -74,6 +74,12 @@ class Barrier:
     payloads: tuple[bytes, ...] | None = None
     is_closed: bool = False
 
+    def tokens(self) -> tuple[IncarnationToken, ...]:
+        """With which incarnations it opened, in rank order; empty until then."""
+        if self.payloads is None:
+            return ()
+        return tuple(self.arrivals[rank].token for rank in sorted(self.arrivals))
+
 
 @dataclass(slots=True, kw_only=True)
 class Gang:
@@ -82,10 +88,14 @@ class Gang:
     uid: RunUid
     epoch: Epoch
     size: int
+    from_start: bool = False
+    """This store was the first to be told of the epoch: it has seen all of it."""
     leases: dict[Rank, Lease] = field(default_factory=dict)
     """Those that are not over."""
     ended: dict[Rank, set[IncarnationToken]] = field(default_factory=dict)
     """Incarnations of this epoch whose lease is over: they never get another one."""
+    revoked: dict[Rank, set[IncarnationToken]] = field(default_factory=dict)
+    """Incarnations that the coordinator gave up before a barrier had opened with them. Never forgotten."""
     barriers: dict[str, Barrier] = field(default_factory=dict)
     keys: dict[str, StoredValue] = field(default_factory=dict)
     bytes_held: int = 0
@@ -97,6 +107,10 @@ class Gang:
     def has_opened(self) -> bool:
         """True when any barrier opened: from then on the gang's incarnations are fixed."""
         return any(barrier.payloads is not None for barrier in self.barriers.values())
+
+    def is_over(self, rank: Rank, token: IncarnationToken) -> bool:
+        """True when this incarnation never gets a lease again in this epoch."""
+        return token in self.ended.get(rank, ()) or token in self.revoked.get(rank, ())
 
 
 class Books:

@@ -130,9 +130,22 @@ class StoreClient:
 
     # ---- admin ------------------------------------------------------------------------------------
 
-    async def set_floor(self, gang: RunUid, epoch: Epoch, size: int) -> None:
-        """Only this epoch counts from now on. FencedError when the store knows a higher one."""
-        await self._ask(ms.SetFloor(0, gang, epoch, size), ms.Done)
+    async def set_floor(
+        self,
+        gang: RunUid,
+        epoch: Epoch,
+        size: int,
+        *,
+        is_first: bool = False,
+        revoked: ms.Revocations = (),
+    ) -> bool:
+        """Only this epoch counts from now on. FencedError when the store knows a higher one.
+
+        Returns whether the store has seen all of the epoch. One that knows it already takes no notice of `is_first`
+        and `revoked` (see `ms.SetFloor`).
+        """
+        request = ms.SetFloor(0, gang, epoch, size, is_first, revoked)
+        return bool((await self._ask(request, ms.Number)).value)
 
     async def drop_gang(self, gang: RunUid) -> bool:
         """Forgets the gang; returns whether it was known."""
@@ -141,6 +154,13 @@ class StoreClient:
     async def close_barrier(self, gang: RunUid, epoch: Epoch, *, name: str = ms.START_BARRIER) -> bool:
         """It opens no more; returns whether it had opened before."""
         return bool((await self._ask(ms.CloseBarrier(0, gang, epoch, name), ms.Number)).value)
+
+    async def revoke(self, gang: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken) -> bool:
+        """Gives the incarnation up for this epoch; returns whether the start barrier had opened with it.
+
+        If so nothing was changed.
+        """
+        return bool((await self._ask(ms.Revoke(0, gang, epoch, rank, token), ms.Number)).value)
 
     async def watch(self) -> None:
         """From now on `on_push` hears of every lease and barrier. What was before: `snapshot`."""

@@ -6,7 +6,9 @@ Rules of this file:
 2. An incarnation whose lease is over never gets another one.
 3. Within an epoch another incarnation may take a rank only after the lease before it is over, and only until
    a barrier has opened: from then on a new incarnation needs a new epoch.
-4. Before a lease is found to be over the store asks whether it was itself stalled (`Books.absolve_stall`).
+4. An incarnation that the coordinator has given up (`revoke`) is as good as one whose lease is over, unless the start
+   barrier has opened with it: then it may run, and only a fence ends it.
+5. Before a lease is found to be over the store asks whether it was itself stalled (`Books.absolve_stall`).
 """
 
 from __future__ import annotations
@@ -52,12 +54,35 @@ def release(
     outputs: list[Output] = [(connection, ms.Done(request.id))]
     if lease is None or lease.token != request.token:
         # The second time, or never held: what the caller wants is so in both cases, if it can be remembered.
-        return outputs if request.token in gang.ended.get(request.rank, ()) else [(connection, lost(request))]
+        return outputs if gang.is_over(request.rank, request.token) else [(connection, lost(request))]
     return [
         *outputs,
         *end(books, gang, lease),
         *books.push(ms.LeaseReleased(gang.uid, gang.epoch, lease.rank, lease.token)),
     ]
+
+
+def revoke(
+    books: Books, gang: Gang, request: ms.Revoke, connection: ConnectionId, _now: float
+) -> list[Output]:
+    rank, token, limits = request.rank, request.token, books.limits
+    if not 0 <= rank < gang.size:
+        return [(connection, _conflict(request, f"there are ranks 0 to {gang.size - 1} only"))]
+    if len(token) > limits.name_chars_max:
+        return [(connection, over_limit(request.id, "characters in a token", limits.name_chars_max))]
+    start = gang.barriers.get(ms.START_BARRIER)
+    if start is not None and start.payloads is not None and start.arrivals[rank].token == token:
+        return [(connection, ms.Number(request.id, 1))]
+    revoked = gang.revoked.setdefault(rank, set())
+    if token not in revoked and len(revoked) >= limits.revocations_per_rank_max:
+        limit = limits.revocations_per_rank_max
+        return [(connection, over_limit(request.id, "revoked incarnations of one rank", limit))]
+    revoked.add(token)
+    outputs: list[Output] = [(connection, ms.Number(request.id, 0))]
+    lease = gang.leases.get(rank)
+    if lease is not None and lease.token == token:
+        outputs += end(books, gang, lease)
+    return outputs
 
 
 def lapse(books: Books, lease: Lease) -> list[Output]:
@@ -116,19 +141,18 @@ def _grant_refusal(
         return _conflict(request, f"a lease lasts from {TTL_S_MIN} to {TTL_S_MAX} seconds")
     if len(request.token) > limits.name_chars_max:
         return over_limit(request.id, "characters in a token", limits.name_chars_max)
-    ended = gang.ended.get(rank, ())
-    if request.token in ended:
+    if gang.is_over(rank, request.token):
         return lost(request)
     if present is not None:
         return _conflict(request, "another incarnation holds its lease")
     if gang.has_opened:
         return _conflict(request, "the barrier is open, so a new incarnation needs a new epoch")
-    if len(ended) >= limits.tokens_per_rank_max:
+    if len(gang.ended.get(rank, ())) >= limits.tokens_per_rank_max:
         return over_limit(request.id, "incarnations of one rank in one epoch", limits.tokens_per_rank_max)
     return None
 
 
-def _conflict(request: ms.GrantLease, why: str) -> ms.Refused:
+def _conflict(request: ms.GrantLease | ms.Revoke, why: str) -> ms.Refused:
     return ms.Refused(
         request.id,
         Reason.CONFLICT,

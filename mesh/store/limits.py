@@ -38,6 +38,8 @@ class StoreLimits:
     watchers_max: int = 16
     tokens_per_rank_max: int = 64
     """Incarnations that one rank may use up in one epoch (two replacements is what a gang needs)."""
+    revocations_per_rank_max: int = 64
+    """Incarnations of one rank that the coordinator may give up in one epoch."""
     connections_max: int = 20_000
     frame_bytes_max: int = 16 * 1024 * 1024
     write_buffer_bytes_max: int = 16 * 1024 * 1024

@@ -20,7 +20,10 @@ from mesh.reasons import Reason
 
 START_BARRIER = "start"
 """The barrier that every rank passes before its command starts."""
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+Revocations = tuple[tuple[Rank, IncarnationToken], ...]
+"""Incarnations that were given up, each a rank and its token."""
 
 
 class Role(StrEnum):
@@ -58,12 +61,19 @@ class Cancel(NamedTuple):
 
 
 class SetFloor(NamedTuple):
-    """Only this epoch counts from now on; `size` ranks make the gang. Never lowered."""
+    """Only this epoch counts from now on; `size` ranks make the gang. Never lowered.
+
+    `is_first`: nobody has been told of this epoch before, so this store will have seen all of it. `revoked`: as
+    many `Revoke`s, before anything else of the epoch. A store that knows the epoch takes no notice of the two.
+    Answered with Number: 1 when this store has seen all of the epoch.
+    """
 
     id: int
     gang: RunUid
     epoch: Epoch
     size: int
+    is_first: bool = False
+    revoked: Revocations = ()
 
 
 class DropGang(NamedTuple):
@@ -80,6 +90,20 @@ class CloseBarrier(NamedTuple):
     gang: RunUid
     epoch: Epoch
     name: str
+
+
+class Revoke(NamedTuple):
+    """This incarnation may never hold a lease or arrive in this epoch again, whether it ever did or not.
+
+    Answered with Number: 1 when the start barrier has opened with it, and then nothing was changed; else 0.
+    Nothing of this incarnation can have started then, nor can it ever. Another one may take the rank.
+    """
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
 
 
 class Watch(NamedTuple):
@@ -205,8 +229,8 @@ class Delete(NamedTuple):
 
 LeaseRequest = GrantLease | ReleaseLease
 KeyRequest = Get | Set | Add | Wait | CompareAndSet | Delete
-GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier
-AdminRequest = SetFloor | DropGang | CloseBarrier | Watch | Gangs | Snapshot
+GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier | Revoke
+AdminRequest = SetFloor | DropGang | CloseBarrier | Revoke | Watch | Gangs | Snapshot
 Request = Hello | Ping | Cancel | GangRequest | AdminRequest
 DEFERRED = (Arrive, Wait)
 """Requests whose reply may take as long as it likes, so a caller that gives up has to say so."""
@@ -253,9 +277,12 @@ class Welcome(NamedTuple):
 
 
 class GangFloor(NamedTuple):
+    """`from_start`: this store has seen all of the epoch; what it has not seen has not been."""
+
     gang: RunUid
     epoch: Epoch
     size: int
+    from_start: bool = False
 
 
 class GangList(NamedTuple):
@@ -273,10 +300,13 @@ class LeaseView(NamedTuple):
 
 
 class BarrierView(NamedTuple):
+    """`tokens`: with which incarnations it opened, in rank order; empty until then."""
+
     name: str
     arrived: tuple[Rank, ...]
     is_open: bool
     is_closed: bool
+    tokens: tuple[IncarnationToken, ...] = ()
 
 
 class GangSnapshot(NamedTuple):
@@ -332,9 +362,12 @@ class MemberConnectionLost(NamedTuple):
 
 
 class BarrierOpened(NamedTuple):
+    """`tokens`: with which incarnations, in rank order."""
+
     gang: RunUid
     epoch: Epoch
     name: str
+    tokens: tuple[IncarnationToken, ...] = ()
 
 
 Push = LeaseLapsed | LeaseReleased | MemberConnectionLost | BarrierOpened

@@ -47,6 +47,7 @@ _HEADER_BYTES = 4
 _REQUESTS: tuple[type[Any], ...] = (
     ms.Hello, ms.Ping, ms.Cancel, ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Watch, ms.Gangs, ms.Snapshot,
     ms.GrantLease, ms.ReleaseLease, ms.Arrive, ms.Get, ms.Set, ms.Add, ms.Wait, ms.CompareAndSet, ms.Delete,
+    ms.Revoke,
 )  # fmt: skip
 _REPLIES: tuple[type[Any], ...] = (
     ms.Done, ms.Number, ms.Value, ms.Compared, ms.Opened, ms.Welcome, ms.GangList, ms.GangSnapshot, ms.Refused,
@@ -443,15 +444,21 @@ def _are_texts(fields: tuple[Any, ...]) -> bool:
     return all(type(key) is str for key in fields[4])
 
 
+def _are_incarnations(fields: tuple[Any, ...]) -> bool:
+    return all(type(each) is tuple and tuple(map(type, each)) == (int, str) for each in fields[6])
+
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "Epoch": (int,), "Rank": (int,), "str": (str,), "RunUid": (str,), "IncarnationToken": (str,),
     "bytes": (bytes,), "bytes | None": (bytes, type(None)), "float": (float, int), "tuple[str, ...]": (tuple,),
+    "bool": (bool,), "Revocations": (tuple,),
 }  # fmt: skip
 """What msgpack makes of each field's type. How large a number may be is for the state to say; only what is
 counted with must fit 64 bits, which msgpack sees to."""
 _CHECKS: dict[type[Any], Callable[[tuple[Any, ...]], bool]] = {
     ms.GrantLease: _are_durations,
     ms.Wait: _are_texts,
+    ms.SetFloor: _are_incarnations,
 }
 _SIGNATURES = {
     op: (

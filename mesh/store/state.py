@@ -4,7 +4,7 @@ Rules of this file:
 1. Nothing that a peer can send raises; what cannot be done is a `Refused` and changes nothing.
 2. One gate, before any handler: a request of an older epoch is stale, one of an unknown gang or of an epoch that
    this store has not been told of yet may be tried again, and only the floor epoch gets through.
-3. Only an admin raises floors, closes barriers, watches, or looks at gangs.
+3. Only an admin raises floors, closes barriers, gives up incarnations, watches, or looks at gangs.
 4. A floor never goes down while its gang is known; a restarted store knows nothing, and says so.
 
 Theory of operation. The shell (`coordinator.store_actor`) numbers its connections, checks their secrets, and calls
@@ -14,6 +14,7 @@ to send to whom, in order. `books` holds the data; `keys`, `leases` and `barrier
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ _UNDER_AN_EPOCH: dict[type, _Handler] = {
     ms.ReleaseLease: leases.release,
     ms.Arrive: barrier.arrive,
 }
-_ADMIN = (ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Watch, ms.Gangs, ms.Snapshot)
+_ADMIN = (ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Revoke, ms.Watch, ms.Gangs, ms.Snapshot)
 
 
 class StoreState:
@@ -95,18 +96,21 @@ class StoreState:
             case ms.Cancel():
                 return self._on_cancel(request, connection)
             case ms.SetFloor():
-                return self._on_set_floor(request, connection)
+                return self._on_set_floor(request, connection, now)
             case ms.DropGang():
                 return self._on_drop_gang(request, connection)
-            case ms.CloseBarrier():
+            case ms.CloseBarrier() | ms.Revoke():
                 gang = self._gangs.get(request.gang)
                 if gang is None or gang.epoch != request.epoch:
                     return [(connection, _turn_away(gang, request))]
-                return barrier.close(self.books, gang, request, connection, now)
+                handler: _Handler = barrier.close if isinstance(request, ms.CloseBarrier) else leases.revoke
+                return handler(self.books, gang, request, connection, now)
             case ms.Watch():
                 return self._on_watch(request, connection)
             case ms.Gangs():
-                floors = tuple(ms.GangFloor(g.uid, g.epoch, g.size) for g in self.books.gangs.values())
+                floors = tuple(
+                    ms.GangFloor(g.uid, g.epoch, g.size, g.from_start) for g in self.books.gangs.values()
+                )
                 return [(connection, ms.GangList(request.id, floors))]
             case _:
                 return self._on_rest(request, connection)
@@ -126,7 +130,7 @@ class StoreState:
             self.books.strike(waiter)
         return [(connection, ms.Done(request.id))]
 
-    def _on_set_floor(self, request: ms.SetFloor, connection: ConnectionId) -> list[Output]:
+    def _on_set_floor(self, request: ms.SetFloor, connection: ConnectionId, now: float) -> list[Output]:
         limits = self.limits
         gang = self.books.gangs.get(request.gang)
         refused: ms.Refused | None = None
@@ -142,16 +146,35 @@ class StoreState:
             refused = _stale(request.id, gang, request.epoch)
         elif gang is not None and request.epoch == gang.epoch and request.size != gang.size:
             refused = _conflict(request, f"epoch {gang.epoch} has {gang.size} ranks")
+        else:
+            refused = self._cannot_revoke(request)
         if refused is not None:
             return [(connection, refused)]
-        outputs: list[Output] = [(connection, ms.Done(request.id))]
         if gang is not None and gang.epoch == request.epoch:
-            return outputs
+            return [(connection, ms.Number(request.id, int(gang.from_start)))]
+        outputs: list[Output] = [(connection, ms.Number(request.id, int(request.is_first)))]
         if gang is not None:
             message = f"Gang {gang.uid} has gone on to epoch {request.epoch}; nothing of epoch {gang.epoch} may run."
             outputs += self.books.drop(gang, ms.Refused(0, Reason.STALE_EPOCH, message, request.epoch))
-        self.books.gangs[request.gang] = Gang(uid=request.gang, epoch=request.epoch, size=request.size)
+        gang = Gang(uid=request.gang, epoch=request.epoch, size=request.size, from_start=request.is_first)
+        self.books.gangs[gang.uid] = gang
+        for rank, token in request.revoked:
+            gang.revoked.setdefault(rank, set()).add(token)
         return outputs
+
+    def _cannot_revoke(self, request: ms.SetFloor) -> ms.Refused | None:
+        limits = self.limits
+        if any(not 0 <= rank < request.size for rank, _ in request.revoked):
+            return _conflict(request, "it has no such rank as one of those that were given up")
+        if any(len(token) > limits.name_chars_max for _, token in request.revoked):
+            return keys.over_limit(request.id, "characters in a token", limits.name_chars_max)
+        if (
+            max(Counter(rank for rank, _ in request.revoked).values(), default=0)
+            > limits.revocations_per_rank_max
+        ):
+            limit = limits.revocations_per_rank_max
+            return keys.over_limit(request.id, "revoked incarnations of one rank", limit)
+        return None
 
     def _on_drop_gang(self, request: ms.DropGang, connection: ConnectionId) -> list[Output]:
         gang = self.books.gangs.get(request.gang)
@@ -187,6 +210,7 @@ class StoreState:
                     arrived=tuple(sorted(found.arrivals)),
                     is_open=found.payloads is not None,
                     is_closed=found.is_closed,
+                    tokens=found.tokens(),
                 )
                 for name, found in sorted(gang.barriers.items())
             ),

@@ -274,6 +274,7 @@ async def test_a_member_may_not_raise_floors_close_barriers_watch_or_look_at_gan
     member = await store.connect()
     for call in (
         member.set_floor(GANG, E2, 2),
+        member.revoke(GANG, E1, Rank(0), token(0)),
         member.drop_gang(GANG),
         member.close_barrier(GANG, E1),
         member.watch(),
@@ -349,6 +350,24 @@ async def test_a_closed_connection_is_told_at_once_and_its_lease_may_be_taken_ov
     assert [view.connected for view in (await admin.snapshot(GANG)).leases] == [True]
 
 
+async def test_a_revoked_incarnation_hears_it_and_another_one_takes_the_rank(
+    store: StoreUnderTest, admin: StoreClient
+) -> None:
+    first, second = await store.connect(), await store.connect()
+    await lease(first, 0)
+    at_barrier = asyncio.create_task(arrive(first, 0))
+    await arrived(store, admin, (0,))
+    assert await admin.revoke(GANG, E1, Rank(0), token(0)) is False
+    assert isinstance(await refused(at_barrier), LeaseLostError)
+    assert isinstance(await refused(lease(first, 0)), LeaseLostError)
+    await lease(second, 0, life="b")
+    await lease(second, 1)
+    await asyncio.gather(arrive(second, 0, life="b"), arrive(second, 1))
+    assert await admin.revoke(GANG, E1, Rank(0), token(0)) is False
+    assert await admin.revoke(GANG, E1, Rank(0), token(0, "b")) is True
+    await lease(second, 0, life="b")
+
+
 async def test_a_holder_that_moved_to_another_connection_is_not_missed_on_the_old_one(
     store: StoreUnderTest, admin: StoreClient
 ) -> None:
@@ -375,14 +394,15 @@ async def test_a_watcher_hears_openings_and_a_snapshot_tells_the_same(
     await lease(client, 1)
     await asyncio.gather(arrive(client, 0), arrive(client, 1))
     await store.until(lambda: bool(pushes))
-    assert pushes == [ms.BarrierOpened(GANG, E1, ms.START_BARRIER)]
+    assert pushes == [ms.BarrierOpened(GANG, E1, ms.START_BARRIER, (token(0), token(1)))]
     snapshot = await admin.snapshot(GANG)
     assert (snapshot.epoch, snapshot.size) == (1, 2)
     assert [(view.rank, view.token, view.connected) for view in snapshot.leases] == [
         (0, "a0", True),
         (1, "a1", True),
     ]
-    assert snapshot.barriers == (ms.BarrierView("start", (Rank(0), Rank(1)), True, False),)
+    opened = ms.BarrierView("start", (Rank(0), Rank(1)), True, False, (token(0), token(1)))
+    assert snapshot.barriers == (opened,)
     assert isinstance(await refused(admin.snapshot(OTHER)), RendezvousError)
 
 

@@ -35,6 +35,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.floors: dict[RunUid, int] = {}
         self.opened: dict[tuple[RunUid, int], tuple[bytes, ...]] = {}
         self.over: set[tuple[object, ...]] = set()
+        self.revoked: set[tuple[object, ...]] = set()
         self.renewed_at: dict[tuple[object, ...], float] = {}
         self.next_id = 1
         self.state.connected(ADMIN, ms.Role.ADMIN, hello_id=1)
@@ -63,7 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
     def set_floor(self, gang: RunUid, epoch: Epoch, size: int) -> None:
         before = self.floors.get(gang, 0)
         outputs = self.ask(ADMIN, ms.SetFloor, gang, epoch, size)
-        if isinstance(outputs[0][1], ms.Done):
+        if isinstance(outputs[0][1], ms.Number):
             assert epoch >= before, "a floor went down"
             self.floors[gang] = epoch
 
@@ -82,6 +83,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(place=PLACES, gang=GANGS, epoch=EPOCHS, rank=RANKS, token=TOKENS)
     def arrive(self, place: int, gang: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken) -> None:
         self.ask(self.at(place), ms.Arrive, gang, epoch, rank, token, "start", f"{rank}{token}".encode())
+
+    @rule(gang=GANGS, epoch=EPOCHS, rank=RANKS, token=TOKENS)
+    def revoke(self, gang: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken) -> None:
+        ((_, reply), *_) = self.ask(ADMIN, ms.Revoke, gang, epoch, rank, token)
+        if isinstance(reply, ms.Number):
+            opened = self.opened.get((gang, epoch), ())
+            has_passed = len(opened) > rank and opened[rank] == f"{rank}{token}".encode()
+            assert reply.value == int(has_passed)
+            if not has_passed:
+                self.over.add((gang, epoch, rank, token))
+                self.revoked.add((gang, epoch, rank, token))
 
     @rule(gang=GANGS, epoch=EPOCHS)
     def close_barrier(self, gang: RunUid, epoch: Epoch) -> None:
@@ -118,6 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.floors.pop(gang, None)
         self.opened = {key: value for key, value in self.opened.items() if key[0] != gang}
         self.over = {key for key in self.over if key[0] != gang}
+        self.revoked = {key for key in self.revoked if key[0] != gang}
 
     @rule(seconds=st.floats(0.0, 2.0))
     def pass_time(self, seconds: float) -> None:
@@ -173,6 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def check_opened(self, request: ms.Arrive, opened: ms.Opened) -> None:
         key = (request.gang, request.epoch)
+        assert (*key, request.rank, request.token) not in self.revoked, "it was given up"
         assert self.floors[request.gang] == request.epoch, "a barrier of another epoch opened"
         assert opened.payloads == self.opened.setdefault(key, opened.payloads), "two answers to one barrier"
         assert opened.payloads[request.rank] == request.payload, (
@@ -200,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
                     assert barrier.payloads is not None or arrival.waiter in waiters
             for lease in gang.leases.values():
                 assert lease.connection is None or lease.connection in books.roles
-                assert lease.token not in gang.ended.get(lease.rank, set())
+                assert not gang.is_over(lease.rank, lease.token)
 
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

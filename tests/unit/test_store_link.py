@@ -12,11 +12,12 @@ from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLa
 from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
 from coordinator.store_actor import StoreServer
 from coordinator.store_link import StoreLink
-from mesh.errors import TransportError
+from mesh.errors import LeaseLostError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.plan import Endpoint, RunPlan
 from mesh.states import RunState
 from mesh.store import messages as ms
+from mesh.store.client import StoreClient
 from tests.contract.store_link import ADMIN, MEMBER, ListeningStore
 
 UID, EPOCH = RunUid("run"), Epoch(1)
@@ -39,6 +40,10 @@ def gang_of(phase: MemberPhase, *, barrier_open: bool) -> Gang:
         uid=UID, plan=plan, created_at=0.0, state=RunState.RUNNING if barrier_open else RunState.ASSEMBLING,
         epoch=EPOCH, members=members, machines_held=True, barrier_open=barrier_open,
     )  # fmt: skip
+
+
+def incarnation(rank: int, life: str = "t") -> Incarnation:
+    return Incarnation(run_uid=UID, epoch=EPOCH, rank=Rank(rank), token=IncarnationToken(f"{life}{rank}"))
 
 
 class Ears:
@@ -122,13 +127,27 @@ async def test_a_store_that_knew_the_epoch_from_its_beginning_is_believed(store:
         assert await link.close_barrier(UID, EPOCH) is False
 
 
-async def test_a_coordinator_that_came_back_does_not_believe_that_a_barrier_never_opened(
+async def test_a_coordinator_that_came_back_believes_a_store_that_did_not_have_to(
     store: ListeningStore,
 ) -> None:
-    """The one before it may have told a store that was restarted after the barrier had opened."""
     ears = Ears(gang_of(MemberPhase.ARRIVED, barrier_open=False))
     async with Line(store, ears) as link:
         await insist(link, is_new=True)
+    async with Line(store, ears) as link:
+        await insist(link, is_new=False)
+        assert await link.revoke(UID, incarnation(0)) is False
+        assert await link.close_barrier(UID, EPOCH) is False
+
+
+async def test_a_coordinator_that_came_back_does_not_believe_that_a_barrier_never_opened(
+    store: ListeningStore,
+) -> None:
+    """The one before it told a store that was restarted, perhaps after the barrier had opened."""
+    ears = Ears(gang_of(MemberPhase.ARRIVED, barrier_open=False))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        await restart(store)
+        await until(lambda: UID in store.server.state.books.gangs)
     async with Line(store, ears) as link:
         await insist(link, is_new=False)
         assert await link.close_barrier(UID, EPOCH) is True
@@ -188,3 +207,102 @@ async def test_what_a_full_inbox_could_not_take_is_made_up_for(store: ListeningS
         await asyncio.gather(*arrivals)
         await ears.hears(BarrierOpened)
         assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
+
+
+# ---- giving one incarnation up ------------------------------------------------------------------------
+
+
+def replaced(gang: Gang, rank: int) -> None:
+    """As the core does it: the old member is among the attempts, another token has its rank."""
+    old = gang.members[Rank(rank)]
+    gang.attempts.append(old)
+    gang.members[Rank(rank)] = replace(old, incarnation=incarnation(rank, "u"), phase=MemberPhase.ORDERED)
+
+
+async def lease(client: StoreClient, rank: int, life: str = "t") -> None:
+    me = incarnation(rank, life)
+    await client.grant_lease(UID, EPOCH, me.rank, me.token, ttl_s=30.0, guard_s=GUARD_S)
+
+
+async def arrive(client: StoreClient, rank: int, life: str = "t") -> None:
+    me = incarnation(rank, life)
+    await client.arrive(UID, EPOCH, me.rank, me.token, payload=b"", timeout_s=DEADLINE_S)
+
+
+async def test_a_replacement_takes_the_rank_of_a_revoked_incarnation(store: ListeningStore) -> None:
+    ears = Ears(gang_of(MemberPhase.REGISTERED, barrier_open=False))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        client = await store.connect()
+        await lease(client, 0)
+        await lease(client, 1)
+        assert await link.revoke(UID, incarnation(0)) is False
+        with pytest.raises(LeaseLostError):
+            await lease(client, 0)
+        await lease(client, 0, "u")
+        await asyncio.gather(arrive(client, 0, "u"), arrive(client, 1))
+        await ears.hears(BarrierOpened)
+        assert [event.tokens for event in ears.heard if isinstance(event, BarrierOpened)] == [("u0", "t1")]
+        assert await link.revoke(UID, incarnation(0, "u")) is True, "it has passed"
+        await lease(client, 0, "u")
+
+
+async def test_a_coordinator_that_came_back_hears_with_which_incarnations_the_barrier_opened(
+    store: ListeningStore,
+) -> None:
+    ears = Ears(gang_of(MemberPhase.REGISTERED, barrier_open=False))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+    client = await store.connect()
+    await lease(client, 0)
+    await lease(client, 1)
+    await asyncio.gather(arrive(client, 0), arrive(client, 1))
+    async with Line(store, ears):
+        await ears.hears(BarrierOpened)
+        assert [event.tokens for event in ears.heard if isinstance(event, BarrierOpened)] == [("t0", "t1")]
+
+
+@pytest.mark.parametrize("has_heard", [True, False], ids=["by the journal", "by the link itself"])
+async def test_a_restarted_store_is_told_the_revocations_before_anybody_can_take_a_lease(
+    store: ListeningStore, has_heard: bool
+) -> None:
+    """The gang's core may hear of the answer only after the store has died: the link remembers it."""
+    gang = gang_of(MemberPhase.REGISTERED, barrier_open=False)
+    ears = Ears(gang)
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        assert await link.revoke(UID, incarnation(0)) is False
+        if has_heard:
+            replaced(gang, 0)
+        await restart(store)
+        await until(lambda: UID in store.server.state.books.gangs)
+        client = await store.connect()
+        with pytest.raises(LeaseLostError):
+            await lease(client, 0)
+        assert await link.revoke(UID, incarnation(1)) is True, "that store has not seen all of the epoch"
+        assert store.server.state.books.gangs[UID].revoked == {0: {"t0"}}, "so nothing was changed"
+
+
+async def test_both_restarted_and_the_store_is_told_the_revocations_of_the_journal(
+    store: ListeningStore,
+) -> None:
+    gang = gang_of(MemberPhase.REGISTERED, barrier_open=False)
+    async with Line(store, Ears(gang)) as link:
+        await insist(link, is_new=True)
+        assert await link.revoke(UID, incarnation(0)) is False
+    replaced(gang, 0)
+    await restart(store)
+    async with Line(store, Ears(gang)) as link:
+        await insist(link, is_new=False)
+        client = await store.connect()
+        with pytest.raises(LeaseLostError):
+            await lease(client, 0)
+        await lease(client, 0, "u")
+
+
+async def test_an_epoch_that_is_gone_has_nobody_to_be_given_up(store: ListeningStore) -> None:
+    async with Line(store, Ears(gang_of(MemberPhase.ORDERED, barrier_open=False))) as link:
+        await insist(link, is_new=True)
+        admin = await store.connect(ms.Role.ADMIN)
+        await admin.set_floor(UID, Epoch(2), 2)
+        assert await link.revoke(UID, incarnation(0)) is True

@@ -33,24 +33,26 @@ from mesh.store.protocol import (
 
 GANG, E1, R0, TOKEN = RunUid("g"), Epoch(1), Rank(0), IncarnationToken("t")
 REQUESTS: list[ms.Request] = [
-    ms.Hello(1, "secret", 1), ms.Ping(2), ms.Cancel(3, 2), ms.SetFloor(4, GANG, E1, 2), ms.DropGang(5, GANG),
-    ms.CloseBarrier(6, GANG, E1, "start"), ms.Watch(7), ms.Gangs(8), ms.Snapshot(9, GANG),
+    ms.Hello(1, "secret", 1), ms.Ping(2), ms.Cancel(3, 2), ms.SetFloor(4, GANG, E1, 2, True, ((R0, TOKEN),)),
+    ms.DropGang(5, GANG), ms.CloseBarrier(6, GANG, E1, "start"), ms.Watch(7), ms.Gangs(8), ms.Snapshot(9, GANG),
     ms.GrantLease(10, GANG, E1, R0, TOKEN, 3.0, 0.3), ms.ReleaseLease(11, GANG, E1, R0, TOKEN),
     ms.Arrive(12, GANG, E1, R0, TOKEN, "start", b"\x00"), ms.Get(13, GANG, E1, "k"), ms.Set(14, b"", GANG, E1, "k"),
     ms.Add(15, GANG, E1, "k", -(2**63)), ms.Wait(16, GANG, E1, ("a", "b")),
     ms.CompareAndSet(17, GANG, E1, "k", None, b"v"), ms.Delete(18, GANG, E1, "k"),
+    ms.Revoke(19, GANG, E1, R0, TOKEN),
 ]  # fmt: skip
 MESSAGES: list[ms.Message] = [
     ms.Done(1), ms.Done(2**31 - 1), ms.Number(1, -(2**63)), ms.Number(300, 2**63 - 1), ms.Value(3, b"\xff"),
     ms.Compared(4, True, b"v"), ms.Compared(4, False, None), ms.Opened(5, (b"a", b"b")),
     ms.Welcome(6, "i", ms.Role.ADMIN),
-    ms.GangList(7, (ms.GangFloor(GANG, E1, 2),)),
+    ms.GangList(7, (ms.GangFloor(GANG, E1, 2, True),)),
     ms.GangSnapshot(
-        8, GANG, E1, 2, (ms.LeaseView(R0, TOKEN, 1.5, True),), (ms.BarrierView("start", (R0,), False, True),)
+        8, GANG, E1, 2, (ms.LeaseView(R0, TOKEN, 1.5, True),),
+        (ms.BarrierView("start", (R0,), False, True), ms.BarrierView("x", (R0,), True, False, (TOKEN,))),
     ),
     ms.Refused(9, Reason.STALE_EPOCH, "gone on", 7), ms.Refused(0, Reason.LIMIT_EXCEEDED, "full"),
     ms.LeaseLapsed(GANG, E1, R0, TOKEN), ms.LeaseReleased(GANG, E1, R0, TOKEN),
-    ms.MemberConnectionLost(GANG, E1, R0, TOKEN), ms.BarrierOpened(GANG, E1, "start"),
+    ms.MemberConnectionLost(GANG, E1, R0, TOKEN), ms.BarrierOpened(GANG, E1, "start", (TOKEN,)),
 ]  # fmt: skip
 
 
