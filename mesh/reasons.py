@@ -35,6 +35,10 @@ class Reason(StrEnum):
     FENCE_FAILED = "FenceFailed"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
 
+    # Checkpoints
+    CHECKPOINT_CORRUPT = "CheckpointCorrupt"
+    CHECKPOINT_STORE_FAILED = "CheckpointStoreFailed"
+
     # Rendezvous, leases, fences
     STALE_EPOCH = "StaleEpoch"
     UNKNOWN_GANG = "UnknownGang"
