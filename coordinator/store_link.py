@@ -20,7 +20,7 @@ import asyncio
 import logging
 from typing import Protocol
 
-from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed
+from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
 from coordinator.core.gang_state import Gang, MemberRecord
 from coordinator.core.resync import StoreView, members_with_lease, missed_events
 from mesh.errors import (
@@ -239,6 +239,9 @@ class StoreLink:
         view = StoreView(
             epoch=snapshot.epoch,
             holders=frozenset((lease.rank, lease.token) for lease in snapshot.leases),
+            unconnected=frozenset(
+                (lease.rank, lease.token) for lease in snapshot.leases if not lease.connected
+            ),
             has_opened=any(b.is_open for b in start),
             tokens=next((b.tokens for b in start), ()),
         )
@@ -300,7 +303,7 @@ class StoreLink:
             case ms.LeaseReleased():
                 self._events.post(push.gang, LeaseGone(incarnation=_incarnation(push)))
             case ms.MemberConnectionLost():
-                _log.info("the keeper of %s closed its connection", _incarnation(push))
+                self._events.post(push.gang, MemberSuspected(incarnation=_incarnation(push)))
 
 
 def _incarnation(push: ms.LeaseLapsed | ms.LeaseReleased | ms.MemberConnectionLost) -> Incarnation:

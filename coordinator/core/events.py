@@ -101,6 +101,16 @@ class LeaseGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberSuspected:
+    """The connection over which the member renewed its lease has closed, and the lease counts down.
+
+    A suspicion, no verdict: a living member makes another connection within a heartbeat, a dead one's lease lapses.
+    """
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberVanished:
     """The member's actor is dead or could not be created. Its processes may not be dead yet."""
 
@@ -135,6 +145,7 @@ GangEvent = (
     | BarrierClosed
     | LeaseLapsed
     | LeaseGone
+    | MemberSuspected
     | MemberVanished
     | CancelRequested
     | CoordinatorRecovered

@@ -48,6 +48,7 @@ from coordinator.core.events import (
     LeaseLapsed,
     MachinesReleased,
     MachinesReserved,
+    MemberSuspected,
     MemberVanished,
     Now,
     ReservationWaiting,
@@ -491,6 +492,9 @@ class GangCore:
         if member is not None:
             self._last_word_deadlines.setdefault(member.rank, self._now.mono + LAST_WORD_WINDOW_S)
 
+    def _on_member_suspected(self, event: MemberSuspected) -> None:
+        """Nothing is decided by it: the lease tells, one way or the other."""
+
     def _on_member_vanished(self, event: MemberVanished) -> None:
         member = self._current(event.incarnation)
         if member is None or member.phase is not MemberPhase.ORDERED or self.gang.outcome is not None:
@@ -695,6 +699,7 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     MemberExited: GangCore._on_member_exited,
     LeaseLapsed: GangCore._on_lease_lapsed,
     LeaseGone: GangCore._on_lease_gone,
+    MemberSuspected: GangCore._on_member_suspected,
     MemberVanished: GangCore._on_member_vanished,
     CancelRequested: GangCore._on_cancel_requested,
     TimePassed: GangCore._on_time_passed,

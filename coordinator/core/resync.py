@@ -4,13 +4,14 @@ Rules of this file:
 1. A snapshot tells what is; an event that follows from it may have been heard already, which changes nothing.
 2. A member that held a lease and holds none any more is lost, or has given it back. One that was never heard of
    may not have taken its lease yet, unless the barrier opened: then every rank held one.
+3. A lease whose holder has no connection is a suspicion.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone
+from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, MemberSuspected
 from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
 from mesh.ids import Epoch, IncarnationToken, Rank
 
@@ -24,6 +25,8 @@ class StoreView:
     has_opened: bool
     tokens: tuple[IncarnationToken, ...] = ()
     """With which incarnations the barrier opened, in rank order."""
+    unconnected: frozenset[tuple[Rank, IncarnationToken]] = frozenset()
+    """Those of the holders whose connection has closed."""
 
 
 def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
@@ -38,6 +41,11 @@ def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
         LeaseGone(incarnation=member.incarnation)
         for member in members_with_lease(gang, has_opened=has_opened)
         if (member.rank, member.incarnation.token) not in view.holders
+    )
+    events.extend(
+        MemberSuspected(incarnation=member.incarnation)
+        for member in gang.members.values()
+        if member.settlement is None and (member.rank, member.incarnation.token) in view.unconnected
     )
     return events
 

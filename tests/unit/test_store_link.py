@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed
+from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
 from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
 from coordinator.store_actor import StoreServer
 from coordinator.store_link import StoreLink
@@ -207,6 +207,35 @@ async def test_what_a_full_inbox_could_not_take_is_made_up_for(store: ListeningS
         await asyncio.gather(*arrivals)
         await ears.hears(BarrierOpened)
         assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
+
+
+# ---- suspicion ----------------------------------------------------------------------------------------
+
+
+async def test_a_member_whose_connection_closes_is_suspected_at_once(store: ListeningStore) -> None:
+    """Its lease would only tell after its whole length."""
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        keeper = await store.connect()
+        await lease(keeper, 1)
+        keeper.abort()
+        await ears.hears(MemberSuspected, rank=1)
+        assert not [event for event in ears.heard if isinstance(event, LeaseLapsed | LeaseGone)]
+
+
+async def test_a_coordinator_that_came_back_suspects_whoever_has_no_connection(store: ListeningStore) -> None:
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+    alive, dead = await store.connect(), await store.connect()
+    await lease(alive, 0)
+    await lease(dead, 1)
+    dead.abort()
+    await until(lambda: store.server.state.books.gangs[UID].leases[Rank(1)].connection is None)
+    async with Line(store, ears):
+        await ears.hears(MemberSuspected, rank=1)
+        assert [event.incarnation.rank for event in ears.heard if isinstance(event, MemberSuspected)] == [1]
 
 
 # ---- giving one incarnation up ------------------------------------------------------------------------
