@@ -43,6 +43,7 @@ class Reason(StrEnum):
     STALE_EPOCH = "StaleEpoch"
     UNKNOWN_GANG = "UnknownGang"
     LEASE_LOST = "LeaseLost"
+    STORE_UNREACHABLE = "StoreUnreachable"
     KEY_NOT_FOUND = "KeyNotFound"
     LIMIT_EXCEEDED = "LimitExceeded"
     TIMEOUT = "Timeout"
