@@ -27,28 +27,25 @@ Rules of this file
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
-import socket
 import sys
 import time
 from typing import Any
 
 from agents import lease_wire, process_tree
 from agents.core import lease as ls
+from agents.core import lease_events as le
 from agents.freeze import freeze_incarnation, thaw
-from mesh.errors import RemoteProtocolError
+from agents.keeper_line import StoreLine
 from mesh.ids import Incarnation
-from mesh.store.protocol import ReplyStream
 
 KILL_ROUND_S = 5.0
 KILL_ROUNDS_MAX = 12
 """A minute: what cannot be killed by then waits in the kernel, and its member (if it lives) goes on telling so."""
 READ_BYTES = 64 * 1024
 CONFIG_BYTES_MAX = 64 * 1024
-REPLY_BYTES_MAX = 1024 * 1024
 
 
 def now() -> float:
@@ -66,8 +63,7 @@ class Keeper:
 
     def __init__(self, config: dict[str, Any], *, commands: int, events: int) -> None:
         store = config["store"]
-        self._address = (str(store["host"]), int(store["port"]))
-        self._secret = str(store["secret"])
+        self._line = StoreLine((str(store["host"]), int(store["port"])), str(store["secret"]), now=now)
         self._incarnation = Incarnation.parse(config["incarnation"])
         self._terms = ls.LeaseTerms(
             ttl_s=config["ttl_s"], guard_s=config["guard_s"], heartbeat_s=config["heartbeat_s"]
@@ -76,9 +72,6 @@ class Keeper:
         self._events = events
         self._command_line = bytearray()
         self._lease = ls.Lease(terms=self._terms, started_at=now())
-        self._socket: socket.socket | None = None
-        self._is_connecting = False
-        self._stream = ReplyStream(bytes_max=REPLY_BYTES_MAX)
         self._frozen: list[process_tree.Process] = []
         self._alive_told_at = float("-inf")
         self._is_over = False
@@ -93,7 +86,7 @@ class Keeper:
             for event in self._happened():
                 self._perform(self._lease.handle(event, now()))
             self._tell_alive()
-        self._disconnect()
+        self._line.close()
         return 0
 
     # --- waiting --------------------------------------------------------------------------------
@@ -105,85 +98,16 @@ class Keeper:
             wait_s = min(wait_s, max(0.0, deadline - now()))
         poll = select.poll()
         poll.register(self._commands, select.POLLIN)
-        if self._socket is not None:
-            poll.register(self._socket, select.POLLOUT if self._is_connecting else select.POLLIN)
+        self._line.register(poll)
         poll.poll(wait_s * 1000 + 1)  # a whole millisecond more, so that the deadline has passed
 
-    def _happened(self) -> list[ls.LeaseEvent]:
+    def _happened(self) -> list[le.LeaseEvent]:
         """What the store said comes first: it may be the very renewal that the clock asks for."""
-        return [*self._from_store(), *self._from_parent(), ls.Woke()]
-
-    # --- the store ------------------------------------------------------------------------------
-
-    def _from_store(self) -> list[ls.LeaseEvent]:
-        if self._socket is None:
-            return []
-        if self._is_connecting:
-            return self._finish_connecting(self._socket)
-        events: list[ls.LeaseEvent] = []
-        try:
-            while data := self._socket.recv(READ_BYTES):
-                told = map(lease_wire.event_of, self._stream.feed(data))
-                events += [event for event in told if event is not None]
-            events.append(ls.ConnectionLost())
-        except BlockingIOError:
-            return events
-        except (OSError, RemoteProtocolError):
-            events.append(ls.ConnectionLost())
-        self._disconnect()
-        return events
-
-    def _connect(self) -> list[ls.LeaseEvent]:
-        self._disconnect()
-        host, port = self._address
-        try:
-            family, kind, protocol, _, target = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-            )[0]
-            self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            code = self._socket.connect_ex(target)
-        except OSError:
-            return [ls.ConnectionLost()]
-        if code not in (0, errno.EINPROGRESS):
-            self._disconnect()
-            return [ls.ConnectionLost()]
-        self._is_connecting = True
-        return []
-
-    def _finish_connecting(self, connection: socket.socket) -> list[ls.LeaseEvent]:
-        poll = select.poll()
-        poll.register(connection, select.POLLOUT)
-        if not poll.poll(0):
-            return []
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._disconnect()
-            return [ls.ConnectionLost()]
-        self._is_connecting = False
-        self._stream = ReplyStream(bytes_max=REPLY_BYTES_MAX)
-        return self._send(lease_wire.hello(secret=self._secret))
-
-    def _send(self, frame: bytes) -> list[ls.LeaseEvent]:
-        """A few hundred bytes into an empty socket buffer: whole, or the connection is of no use."""
-        if self._socket is None:
-            return [ls.ConnectionLost()]
-        try:
-            if self._socket.send(frame) == len(frame):
-                return []
-        except OSError:
-            pass
-        self._disconnect()
-        return [ls.ConnectionLost()]
-
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
-        self._is_connecting = False
+        return [*self._line.happened(), *self._from_parent(), le.Woke()]
 
     # --- the parent -----------------------------------------------------------------------------
 
-    def _from_parent(self) -> list[ls.LeaseEvent]:
+    def _from_parent(self) -> list[le.LeaseEvent]:
         try:
             piece = os.read(self._commands, READ_BYTES)
         except BlockingIOError:
@@ -191,11 +115,11 @@ class Keeper:
         except OSError:
             piece = b""
         if not piece:
-            return [ls.ParentDied()]
+            return [le.ParentDied()]
         self._command_line += piece
         *lines, rest = bytes(self._command_line).split(b"\n")
         self._command_line = bytearray(rest)
-        return [ls.ReleaseAsked() for line in lines if json.loads(line).get("op") == "release"]
+        return [le.ReleaseAsked() for line in lines if json.loads(line).get("op") == "release"]
 
     def _tell(self, word: str, **facts: str) -> None:
         line = json.dumps({"ev": word, **facts}).encode() + b"\n"
@@ -211,14 +135,14 @@ class Keeper:
 
     # --- effects --------------------------------------------------------------------------------
 
-    def _perform(self, effects: list[ls.LeaseEffect]) -> None:
+    def _perform(self, effects: list[le.LeaseEffect]) -> None:
         for effect in effects:
-            follow_ups: list[ls.LeaseEvent] = []
+            follow_ups: list[le.LeaseEvent] = []
             match effect:
-                case ls.Connect():
-                    follow_ups = self._connect()
-                case ls.Request():
-                    follow_ups = self._send(
+                case le.Connect():
+                    follow_ups = self._line.connect()
+                case le.Request():
+                    follow_ups = self._line.send(
                         lease_wire.request(
                             effect.op,
                             request_id=effect.request_id,
@@ -226,17 +150,17 @@ class Keeper:
                             terms=self._terms,
                         )
                     )
-                case ls.Tell():
+                case le.Tell():
                     facts = {} if effect.reason is None else {"reason": str(effect.reason)}
                     self._tell(effect.word, message=effect.message, **facts)
-                case ls.FreezeTree():
+                case le.FreezeTree():
                     self._frozen = freeze_incarnation(str(self._incarnation))
-                case ls.ThawTree():
+                case le.ThawTree():
                     thaw(self._frozen)
                     self._frozen = []
-                case ls.KillTree():
+                case le.KillTree():
                     self._kill_tree()
-                case ls.End():
+                case le.End():
                     self._is_over = True
             for event in follow_ups:
                 self._perform(self._lease.handle(event, now()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agents.core import lease as ls
+from agents.core import lease_events as le
 from mesh.ids import Incarnation
 from mesh.reasons import Reason
 from mesh.store import messages as ms
@@ -37,15 +38,15 @@ def request(op: str, *, request_id: int, incarnation: Incarnation, terms: ls.Lea
     return encode_request(ms.GrantLease(request_id, *me, terms.ttl_s, terms.guard_s))
 
 
-def event_of(message: ms.Message) -> ls.LeaseEvent | None:
+def event_of(message: ms.Message) -> le.LeaseEvent | None:
     """What one message from the store means; None for what is not about this lease."""
     if isinstance(message, ms.Welcome):
-        return ls.Connected()
+        return le.Connected()
     if isinstance(message, ms.Done):
-        return ls.Confirmed(request_id=message.id)
+        return le.Confirmed(request_id=message.id)
     if not isinstance(message, ms.Refused):
         return None
     is_final = message.reason in FINAL_REASONS
     if message.id in (0, HELLO_ID):
-        return ls.ConnectionLost(message=message.message, is_final=is_final)
-    return ls.Denied(request_id=message.id, reason=message.reason, message=message.message, is_final=is_final)
+        return le.ConnectionLost(message=message.message, is_final=is_final)
+    return le.Denied(request_id=message.id, reason=message.reason, message=message.message, is_final=is_final)

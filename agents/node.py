@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from agents.launcher.actor import RayLauncher
+from agents.machine_folder import machine_folder, owner_environment
 from agents.member import Member, MemberConfig
 from mesh.errors import TransportError
 from mesh.messages import (
@@ -33,9 +33,9 @@ class MemberNodeActor:
     """See `Member`.
 
     Args:
-        config: `machine` (its name), `machines_dir` (folder with one folder per machine), `environment` (the
-            snapshot that was taken before Ray was started); optional `address` (default: Ray's node address)
-            and `namespace`.
+        config: `machine` (its name); `machines_dir` (folder with one folder per machine) and `environment` (the
+            snapshot that was taken before Ray was started), unless the machine has its own (`agents.machine_folder`);
+            optional `address` (default: Ray's node address) and `namespace`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -44,8 +44,8 @@ class MemberNodeActor:
         self._member = Member(
             MemberConfig(
                 address=config.get("address") or ray.util.get_node_ip_address(),
-                machine_dir=Path(config["machines_dir"]) / config["machine"],
-                base_environment=config["environment"],
+                machine_dir=machine_folder(config["machines_dir"], config["machine"]),
+                base_environment=owner_environment(config["environment"]),
             ),
             send_report=self._coordinator.report,
             launcher=RayLauncher(),

@@ -44,7 +44,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--state", metavar="DIR", help="state folder (default: $GANGMESH_STATE, else ~/.gangmesh)"
     )
     serve.add_argument(
-        "--machines", metavar="N", type=int, default=2, help="simulated machines, 1 to 64 (default: 2)"
+        "--machines",
+        metavar="N",
+        type=int,
+        help="simulated machines, 1 to 64 (default: 2; none with --address)",
+    )
+    serve.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        help="let machines join from elsewhere: the IPv4 address of this host at which they reach it. Ray, the store, "
+        "the log sink and the API listen there, Ray on every interface, all of it unencrypted: for a network in "
+        "which everybody may be trusted",
     )
     serve.add_argument(
         "--gpu",
@@ -54,8 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--listen",
         metavar="HOST:PORT",
-        default="127.0.0.1:0",
-        help="where the REST API listens; port 0 takes a free one (default: 127.0.0.1:0)",
+        help="where the REST API listens; port 0 takes a free one (default: 127.0.0.1:0, or port 0 of --address)",
     )
     serve.add_argument(
         "--db",
@@ -139,26 +148,25 @@ def _serve_claimed(
     options: argparse.Namespace, given: list[str], tell: Teller, state: Any, original: dict[str, str]
 ) -> tuple[list[str], dict[str, str]] | None:
     """One life; the command and environment of the next one when there shall be one."""
-    from coordinator import daemon, ray_environment
-    from coordinator.child import become_subreaper
+    from agents import ray_environment
+    from agents.child import become_subreaper
+    from agents.orphans import OrphanReaper
+    from coordinator import daemon
     from coordinator.deployment import MACHINES_MAX, GpuShape
-    from coordinator.listen import bind, parse_listen, url_of
+    from coordinator.listen import bind, checked_address, listen_default, parse_listen, url_of
+    from coordinator.ray_commands import LOOPBACK
     from mesh.deployment import DB_VARIABLE
-    from mesh.errors import SpecError
 
-    if not 1 <= options.machines <= MACHINES_MAX:
-        raise SpecError(
-            f"--machines takes 1 to {MACHINES_MAX}; got {options.machines}.",
-            field="--machines",
-            got=options.machines,
-        )
+    machines, address = _checked_machines(options.machines, MACHINES_MAX), LOOPBACK
+    if options.address is not None:
+        machines, address = 0, checked_address(options.address, has_machines=options.machines is not None)
     gpu = GpuShape.parse(options.gpu) if options.gpu else None
     db = options.db or original.get(DB_VARIABLE)
     if db:
         from coordinator.journal.sql import journal_url
 
         journal_url(db)
-    listener = bind(*parse_listen(options.listen))
+    listener = bind(*parse_listen(options.listen or listen_default(address)))
     log = daemon.HeadLog(state.head_log)
     if not options.foreground:
         daemon.leave_terminal()
@@ -174,7 +182,7 @@ def _serve_claimed(
     )
     os.environ.clear()
     os.environ.update(clean)
-    reaper = daemon.OrphanReaper()
+    reaper = OrphanReaper()
 
     def keep_house() -> None:
         reaper.look()
@@ -184,7 +192,8 @@ def _serve_claimed(
     from coordinator.head import HeadSettings, Outcome
 
     settings = HeadSettings(
-        machines=options.machines,
+        machines=machines,
+        address=address,
         gpu=gpu,
         db=db,
         user_environment=ray_environment.user_environment(original, source=source),
@@ -196,6 +205,15 @@ def _serve_claimed(
     if outcome is not Outcome.RESTART:
         return None
     return _next_life(given, url, original)
+
+
+def _checked_machines(given: int | None, largest: int) -> int:
+    from mesh.errors import SpecError
+
+    count = 2 if given is None else given
+    if not 1 <= count <= largest:
+        raise SpecError(f"--machines takes 1 to {largest}; got {count}.", field="--machines", got=str(count))
+    return count
 
 
 async def _run(state: Any, settings: Any, listener: Any, tell: Teller, keep_house: Any) -> Any:
@@ -214,8 +232,8 @@ async def _run(state: Any, settings: Any, listener: Any, tell: Teller, keep_hous
         state=state,
         settings=settings,
         listener=listener,
-        logs=SinkLogs(),
-        actors=RayActors(),
+        logs=SinkLogs(settings.address),
+        actors=RayActors(settings.address),
         tell=tell,
         housekeeping=keep_house,
         catch_signals=catch_signals,

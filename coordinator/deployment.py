@@ -114,6 +114,7 @@ class StateFolder:
         self.head_log = path / "head.log"
         self._outside_note = path / "outside"
         self._inventory = path / "machines.json"
+        self._joined = path / "joined"
 
     @property
     def is_ours(self) -> bool:
@@ -183,6 +184,16 @@ class StateFolder:
         """Raises DeploymentError, StorageError."""
         with state_errors(self.path):
             _write_private(self._inventory, json.dumps(asdict(inventory)))
+
+    def count_joined(self) -> int:
+        """A number that no machine from elsewhere has had before. Raises DeploymentError, StorageError."""
+        with state_errors(self.path):
+            try:
+                number = int(self._joined.read_text(encoding="ascii")) + 1
+            except (FileNotFoundError, ValueError):
+                number = 1
+            _write_private(self._joined, str(number))
+            return number
 
     # ---- outside ----------------------------------------------------------------------------------
 

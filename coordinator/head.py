@@ -32,7 +32,9 @@ from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
 from coordinator.listen import url_of
+from coordinator.providers.joined import JoinedMachines
 from coordinator.providers.local import LocalProvider
+from coordinator.ray_commands import LOOPBACK
 from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
 from mesh import __version__
 from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record
@@ -68,11 +70,18 @@ class HeadSettings:
     """What a head is told."""
 
     machines: int
+    address: str = LOOPBACK
+    """Where the head's own parts listen: loopback, or an address that machines elsewhere reach."""
     gpu: GpuShape | None = None
     db: str | None = None
     user_environment: Mapping[str, str]
     """As the head found it: what the users' commands get."""
     ray_environment: Mapping[str, str]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether machines join from elsewhere; there are no simulated ones then."""
+        return self.address != LOOPBACK
 
 
 class Head:
@@ -113,6 +122,7 @@ class Head:
             deployment_id=state.deployment_id, state=state.path, head_pid=os.getpid()
         )
         self._provider: LocalProvider | None = None
+        self._joined: JoinedMachines | None = None
         self._service: StoppableService | None = None
         self._stages: list[Stage] = []
         """How to undo what is up, the latest last."""
@@ -165,10 +175,13 @@ class Head:
             sockets=self._state.make_socket_folder(),
             environment=self._settings.ray_environment,
             on_lost=self._on_lost,
+            address=self._settings.address,
         )
         self._undo("Ray", ray.stop)
         address, _ = await asyncio.gather(ray.start_head(), asyncio.to_thread(self._preload))
 
+        if self._settings.is_open:
+            self._joined = JoinedMachines(state=self._state, ray=ray)
         machines = self._settings.machines
         self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
         self._provider = LocalProvider(state=self._state, ray=ray, gpu=self._settings.gpu)
@@ -191,7 +204,7 @@ class Head:
 
     async def _connect(self, address: str) -> None:
         self._undo("connection to Ray", _disconnect)
-        await asyncio.to_thread(_connect, address)
+        await asyncio.to_thread(_connect, address, self._settings.address)
         self._catch_signals()
 
     def _coordinator_config(self, logs: Any) -> dict[str, Any]:
@@ -206,7 +219,7 @@ class Head:
             },
             "deployment": {
                 "version": __version__,
-                "local": True,
+                "local": not self._settings.is_open,
                 "url": self._url,
                 "state": str(self._state.path),
             },
@@ -226,7 +239,8 @@ class Head:
             deployment_facts=DeploymentFacts(
                 machines=self._settings.machines, gpus={gpu.type: gpu.count} if gpu else {}
             ),
-            grow=self.grow,
+            grow=None if self._joined is not None else self.grow,
+            admit=self._joined.admit if self._joined is not None else None,
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
@@ -246,7 +260,7 @@ class Head:
                     token=self._state.secret("token"),
                     pid=pid,
                     pid_started=process_started(pid) or 0.0,
-                    local=True,
+                    local=not self._settings.is_open,
                     machines=self._settings.machines,
                 ),
             )
@@ -361,11 +375,12 @@ def sqlite_url(state: StateFolder) -> str:
     return url.render_as_string(hide_password=False)
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, own_address: str) -> None:
     import ray
 
     ray.init(
         address=address,
+        _node_ip_address=own_address,
         namespace=RAY_NAMESPACE,
         log_to_driver=False,
         logging_level=logging.WARNING,

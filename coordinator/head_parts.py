@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coordinator.api.service import CoordinatorService, LogReader
-from coordinator.ray_commands import HEAD_RESOURCE, NODE_ADDRESS
+from coordinator.ray_commands import HEAD_RESOURCE, LOOPBACK
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, NotFoundError
 from mesh.messages import RAY_NAMESPACE
 from mesh.plan import Endpoint
@@ -66,9 +66,10 @@ class HeadActors(Protocol):
 
 
 class SinkLogs:
-    """The real `HeadLogs`."""
+    """The real `HeadLogs`. `address` is where its sink listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self._address = address
         self._sink: Any = None
         self._store: Any = None
 
@@ -77,7 +78,7 @@ class SinkLogs:
         from coordinator.logs.store import LogStore
 
         self._store = LogStore(folder)
-        self._sink = LogSink(self._store, secret=secrets.token_hex(16), host=NODE_ADDRESS)
+        self._sink = LogSink(self._store, secret=secrets.token_hex(16), host=self._address)
         endpoint: Endpoint = await self._sink.start()
         return endpoint
 
@@ -121,9 +122,10 @@ class RunEnds:
 
 
 class RayActors:
-    """The real `HeadActors`."""
+    """The real `HeadActors`. `address` is where the store listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self._address = address
         self._handles: list[Any] = []
 
     def preload(self) -> None:
@@ -136,16 +138,16 @@ class RayActors:
         from coordinator.actor import RayCoordinator, create_coordinator
 
         admin, member = (secrets.token_hex(16) for _ in range(2))
-        port = await asyncio.to_thread(free_port)
+        port = await asyncio.to_thread(free_port, self._address)
         store, handle = await asyncio.gather(
-            asyncio.to_thread(_create_store, port, admin, member),
+            asyncio.to_thread(_create_store, self._address, port, admin, member),
             asyncio.to_thread(
                 create_coordinator,
                 {
                     **config,
                     "namespace": RAY_NAMESPACE,
-                    "store_admin": Endpoint(host=NODE_ADDRESS, port=port, secret=admin),
-                    "store_member": Endpoint(host=NODE_ADDRESS, port=port, secret=member),
+                    "store_admin": Endpoint(host=self._address, port=port, secret=admin),
+                    "store_member": Endpoint(host=self._address, port=port, secret=member),
                 },
                 resource=HEAD_RESOURCE,
             ),
@@ -169,7 +171,7 @@ class RayActors:
         self._handles = []
 
 
-def _create_store(port: int, admin: str, member: str) -> Any:
+def _create_store(address: str, port: int, admin: str, member: str) -> Any:
     import ray
 
     from coordinator.store_actor import RendezvousStore
@@ -185,7 +187,7 @@ def _create_store(port: int, admin: str, member: str) -> Any:
             num_cpus=0,
             resources={HEAD_RESOURCE: 0.001},
         )
-        .remote(host=NODE_ADDRESS, port=port, admin_secret=admin, member_secret=member)
+        .remote(host=address, port=port, admin_secret=admin, member_secret=member)
     )
 
 
@@ -212,13 +214,13 @@ def _start_error(error: Exception) -> MeshError:
     )
 
 
-def free_port() -> int:
-    """A port that nothing listens on now. Raises DeploymentError."""
+def free_port(address: str = LOOPBACK) -> int:
+    """A port that nothing listens on now at this address. Raises DeploymentError."""
     for _ in range(PORT_TRIES_MAX):
         port = secrets.choice(STORE_PORTS)
         with socket.socket() as probe:
             try:
-                probe.bind((NODE_ADDRESS, port))
+                probe.bind((address, port))
             except OSError:
                 continue
             return port

@@ -21,7 +21,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "GANGMESH_DEPLOYMENT"
+from agents.ray_environment import MARK as MARK
+
 RANK_STATE_MARK = "NODUS_STATE_DIR"
 GONE = frozenset("ZX")
 LOOK_S = 0.05

@@ -25,6 +25,33 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host or "0.0.0.0", int(port)
 
 
+def checked_address(text: str, *, has_machines: bool) -> str:
+    """The value of `--address`, as the kernel writes it. Raises SpecError."""
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified or address.is_loopback or address.is_multicast:
+        raise SpecError(
+            f"--address takes one IPv4 address of this host that other machines reach, not {text[:80]!r}.",
+            hint="See them with `ip address`. Without --address everything stays on this host.",
+            field="--address",
+            got=text[:80],
+        )
+    if has_machines:
+        raise SpecError(
+            "--machines and --address exclude each other: simulated machines have loopback addresses.",
+            hint="Let machines join, as many as you like: python -m agents join",
+            field="--machines",
+        )
+    return str(address)
+
+
+def listen_default(address: str) -> str:
+    """Where the API listens unless told: a free port at the address that everything else has."""
+    return f"{address}:0"
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket.
 

@@ -5,77 +5,56 @@ Rules of this file:
    has its own ports, folders and token.
 2. A process that ends without having been stopped is told to `on_lost` once, with its exit code and the end of its log.
 3. A node is started when Ray's directory says that it is alive, and not before.
-4. Ray's interface that is not public is used here, in `ray_commands` and nowhere else.
+4. Ray's interface that is not public is used here, in `ray_commands`, in `agents.raylet` and `agents.raylet_process`,
+   and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib.util
 import logging
-import os
 import secrets
-import shutil
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from coordinator.child import Child, spawn
-from coordinator.ray_commands import (
-    HEAD_RESOURCE,
-    NODE_ADDRESS,
-    PORTS_TOLD,
-    RayInstall,
-    RayNode,
-    gcs_command,
-    raylet_command,
+from agents.child import Child, spawn
+from agents.raylet import HEAD_RESOURCE, LOOPBACK, RayNode, raylet_command
+from agents.raylet_process import (
+    NODE_ID_BYTES,
+    RAYLET_GRACE_S,
+    START_LIMIT_S,
+    find_install,
+    log_tail,
+    or_end,
+    prepare,
+    start_limit,
+    until_alive,
 )
-from mesh.errors import DeploymentError, MeshTimeoutError
+from coordinator.ray_commands import gcs_command
+from mesh.errors import DeploymentError
 from mesh.reasons import Reason
 
-START_LIMIT_S = 60.0
-LOOK_S = 0.02
-RAYLET_GRACE_S = 2.0
-"""A raylet with an actor that does not end waits for it far longer than anybody would."""
 GCS_GRACE_S = 2.0
-OLD_SESSIONS_KEPT = 1
-NODE_ID_BYTES = 28
 HEAD_NAME = "head"
 DIRECTORY_NAME = "Ray's directory"
 HEAD_WORKERS_READY = 3
 """The coordinator, the store, and one in which Ray restarts the first of them that dies: to start a process takes some
 seconds on a busy machine, a lease lasts three, and healthy ranks would fence themselves for the want of a store."""
-LOG_TAIL_BYTES = 2000
-_NODE_ALIVE = 0
-"""`GcsNodeInfo.ALIVE`."""
 
-T = TypeVar("T")
 OnLost = Callable[[str, int, str], None]
 
 _log = logging.getLogger(__name__)
 
 
-def find_install() -> RayInstall:
-    """Ray's files. Raises DeploymentError."""
-    import ray  # not before the head's environment is in place: Ray reads it when it is imported
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTerms:
+    """Where a cluster is, and which one."""
 
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    install = RayInstall(
-        ray=Path(next(iter(spec.submodule_search_locations))), python=sys.executable, commit=ray.__commit__
-    )
-    for program in (install.gcs_server, install.raylet):
-        if not os.access(program, os.X_OK):
-            raise DeploymentError(
-                f"Ray {ray.__version__} has no program {program}.",
-                hint="Install it again: pip install --force-reinstall ray.",
-                reason=Reason.INTERNAL,
-            )
-    return install
+    address: str
+    cluster_id: str
+    session: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,15 +75,23 @@ class RayProcesses:
         sockets: a short folder for Unix sockets.
         environment: of every process.
         on_lost: called with name, exit code and the end of its log when a process ends by itself.
+        address: of the head's own processes: loopback, or one that machines elsewhere can reach.
     """
 
     def __init__(
-        self, *, folder: Path, sockets: Path, environment: Mapping[str, str], on_lost: OnLost
+        self,
+        *,
+        folder: Path,
+        sockets: Path,
+        environment: Mapping[str, str],
+        on_lost: OnLost,
+        address: str = LOOPBACK,
     ) -> None:
         self._folder = folder
         self._sockets = sockets
         self._environment = dict(environment)
         self._on_lost = on_lost
+        self._address = address
         self._session = f"session_{secrets.token_hex(4)}"
         self._install = find_install()
         self._gcs: Child | None = None
@@ -121,7 +108,7 @@ class RayProcesses:
             DeploymentError: one of them ended. MeshTimeoutError: one of them is not up in time.
         """
         node = self.node(HEAD_NAME, socket_name="h", resources={HEAD_RESOURCE: 1}, is_head=True)
-        await asyncio.to_thread(_prepare, node)
+        await asyncio.to_thread(prepare, node)
         gcs = spawn(
             DIRECTORY_NAME,
             gcs_command(self._install, node),
@@ -130,10 +117,10 @@ class RayProcesses:
         )
         self._gcs = gcs
         self._watch(gcs, node.logs / "gcs_server.err")
-        async with _limit("Ray's directory to start"):
-            port = await _or_end(gcs, _told_port(node))
-            address = f"{NODE_ADDRESS}:{port}"
-            client = await _or_end(gcs, asyncio.to_thread(_register_cluster, address, node))
+        async with start_limit("Ray's directory to start"):
+            port = await or_end(gcs, _told_port(node))
+            address = f"{self._address}:{port}"
+            client = await or_end(gcs, asyncio.to_thread(_register_cluster, address, node))
         self._cluster = _Cluster(address=address, cluster_id=client.cluster_id.hex(), client=client)
         await self.start_node(replace(node, workers_ready=HEAD_WORKERS_READY))
         return address
@@ -151,6 +138,7 @@ class RayProcesses:
         """A node of this cluster, not started yet."""
         return RayNode(
             name=name,
+            address=self._address,
             node_id=secrets.token_hex(NODE_ID_BYTES),
             session=self._session,
             temp=self._folder / name,
@@ -165,7 +153,7 @@ class RayProcesses:
     async def start_node(self, node: RayNode) -> None:
         """Starts a node and returns when it is part of the cluster. Raises as `start_head`."""
         cluster = self._running()
-        await asyncio.to_thread(_prepare, node)
+        await asyncio.to_thread(prepare, node)
         command = raylet_command(
             self._install, node, gcs_address=cluster.address, cluster_id=cluster.cluster_id
         )
@@ -178,13 +166,19 @@ class RayProcesses:
         cluster.raylets[node.name] = child
         cluster.node_ids[node.name] = node.node_id
         self._watch(child, node.logs / "raylet.err")
-        async with _limit(f"{node.name} to join Ray"):
-            await _or_end(child, _alive(cluster.client, node.node_id))
+        async with start_limit(f"{node.name} to join Ray"):
+            await or_end(child, until_alive(cluster.client, node.node_id))
 
     def _running(self) -> _Cluster:
         if self._cluster is None:
             raise DeploymentError("Ray does not run.", reason=Reason.INTERNAL)
         return self._cluster
+
+    @property
+    def terms(self) -> ClusterTerms:
+        """What a machine elsewhere has to know to become a node of this cluster. Raises DeploymentError."""
+        cluster = self._running()
+        return ClusterTerms(address=cluster.address, cluster_id=cluster.cluster_id, session=self._session)
 
     # ---- watch and stop ---------------------------------------------------------------------------
 
@@ -192,7 +186,7 @@ class RayProcesses:
         def on_end(ended: asyncio.Future[int]) -> None:
             if child.name in self._stopping or ended.cancelled():
                 return
-            tail = _tail(errors)
+            tail = log_tail(errors)
             _log.error(
                 "%s (pid %d) ended by itself, code %d. %s", child.name, child.pid, ended.result(), tail
             )
@@ -223,42 +217,6 @@ class RayProcesses:
             await self._gcs.stop(grace_s=GCS_GRACE_S)
 
 
-@contextlib.asynccontextmanager
-async def _limit(what: str) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(START_LIMIT_S):
-            yield
-    except TimeoutError as error:
-        raise MeshTimeoutError(f"Waited for {what}, in vain.", timeout_s=START_LIMIT_S) from error
-
-
-async def _or_end(child: Child, waiting: Awaitable[T]) -> T:
-    """What `waiting` gives, unless the child ends first. Raises DeploymentError."""
-    task = asyncio.ensure_future(waiting)
-    try:
-        either: list[asyncio.Future[Any]] = [task, child.ended]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise DeploymentError(
-                f"{child.name} ended while it was starting (code {child.ended.result()}).",
-                hint="The log of the head process says more.",
-                reason=Reason.INTERNAL,
-            )
-        return task.result()
-    finally:
-        task.cancel()
-
-
-def _prepare(node: RayNode) -> None:
-    from ray._raylet import persist_port  # type: ignore[attr-defined]
-
-    _forget_old_sessions(node)
-    for folder in node.folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, port in PORTS_TOLD.items():
-        persist_port(str(node.folder), node.node_id, name, port)
-
-
 async def _told_port(node: RayNode) -> int:
     from ray._raylet import GCS_SERVER_PORT_NAME, wait_for_persisted_port  # type: ignore[attr-defined]
 
@@ -281,29 +239,3 @@ def _register_cluster(address: str, node: RayNode) -> Any:
     usage_lib.put_cluster_metadata(client, ray_init_cluster=False)
     client.internal_kv_put(b"session_name", node.session.encode(), False, b"session")
     return client
-
-
-async def _alive(client: Any, node_id: str) -> None:
-    """Returns when Ray's directory knows the node. There is nothing to wait on, so it looks again and again."""
-    while True:
-        nodes = await asyncio.to_thread(client.get_all_node_info)
-        if any(key.hex() == node_id and info.state == _NODE_ALIVE for key, info in nodes.items()):
-            return
-        await asyncio.sleep(LOOK_S)
-
-
-def _forget_old_sessions(node: RayNode) -> None:
-    if not node.temp.exists():
-        return
-    sessions = sorted(node.temp.glob("session_*"), key=lambda p: p.lstat().st_mtime, reverse=True)
-    for folder in [p for p in sessions if p != node.folder][OLD_SESSIONS_KEPT:]:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return file.read(LOG_TAIL_BYTES).decode("utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -194,6 +194,19 @@ class StorageError(MeshError):
     default_reason = Reason.STORAGE_FULL
 
 
+class CheckpointError(MeshError):
+    """A checkpoint is damaged, incomplete or not of our making. Fields: `checkpoint`, `file`, `rank`."""
+
+    default_reason = Reason.CHECKPOINT_CORRUPT
+
+
+class CheckpointStoreError(MeshError):
+    """The checkpoint store did not do what was asked: away, slow, full, or not ours to write. Field: `url`."""
+
+    default_reason = Reason.CHECKPOINT_STORE_FAILED
+    retryable = True
+
+
 class DeploymentError(MeshError):
     """The deployment is not running, cannot start, or is busy."""
 

@@ -39,10 +39,15 @@ class Reason(StrEnum):
     NO_PROGRESS = "NoProgress"
     EPOCH_ENDED = "EpochEnded"
 
+    # Checkpoints
+    CHECKPOINT_CORRUPT = "CheckpointCorrupt"
+    CHECKPOINT_STORE_FAILED = "CheckpointStoreFailed"
+
     # Rendezvous, leases, fences
     STALE_EPOCH = "StaleEpoch"
     UNKNOWN_GANG = "UnknownGang"
     LEASE_LOST = "LeaseLost"
+    STORE_UNREACHABLE = "StoreUnreachable"
     KEY_NOT_FOUND = "KeyNotFound"
     LIMIT_EXCEEDED = "LimitExceeded"
     TIMEOUT = "Timeout"

@@ -1,4 +1,4 @@
-"""What every test run gets: a seed and one command to repeat a failure, and the check that no process is left."""
+"""What every test run gets: a seed and one command to repeat a failure, the check that no process is left, workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-pytest_plugins = ["tests.plugins.leaks", "tests.plugins.repeat"]
+pytest_plugins = ["tests.plugins.parallel", "tests.plugins.leaks", "tests.plugins.repeat"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,10 +8,15 @@ Rules of this file:
    grants is counted from when that request was sent. A denial that is certain (an older epoch, a lease that
    somebody else holds) ends the lease at once; one that may pass (a store that has just been restarted does
    not know the gang yet) does not, before the end.
-4. A holder that finds its lease over because it *itself did not run* (laptop closed, SIGSTOP) stands
+4. A store that has not read what lies unread in its own machine's memory has not run, and one whose process is dead,
+   with nobody listening in its place, cannot have declared anything: on the store's own machine a holder can see
+   both, and each counts like a renewal sent when it was seen. The first only once it has lasted for longer
+   than a store may stand still without noticing (`LeaseTerms.still_s`): the store then starts every lease over
+   (`Books.absolve_stall`). A store that comes back knows nobody, and is told of everybody (`coordinator.store_link`).
+5. A holder that finds its lease over because it *itself did not run* (laptop closed, SIGSTOP) stands
    still first: its tree is frozen, the store is asked once, and only its answer thaws the tree.
    Whoever was awake and simply got no answer kills.
-5. Over is final. Nothing that comes later changes anything.
+6. Over is final. Nothing that comes later changes anything.
 
 Theory of operation. The keeper's process calls `handle` with what happened and sleeps until
 `next_deadline`. How late it woke, compared with the deadline that it had asked for, tells a holder that
@@ -25,7 +30,28 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
+from agents.core.lease_events import (
+    Confirmed,
+    Connect,
+    Connected,
+    ConnectionLost,
+    Denied,
+    End,
+    FreezeTree,
+    KillTree,
+    LeaseEffect,
+    LeaseEvent,
+    ParentDied,
+    ReleaseAsked,
+    Request,
+    StoreGone,
+    StoreStoodStill,
+    Tell,
+    ThawTree,
+    Woke,
+)
 from mesh.reasons import Reason
+from mesh.store.limits import STALL_SHARE, TICK_S_MAX
 
 ASK_LIMIT_S = 1.0
 """How long a holder that overslept waits for the store's word, its tree frozen."""
@@ -35,6 +61,8 @@ RECONNECT_PAUSE_S = 0.05
 """Between two tries to connect: a local refusal answers at once and must not become a busy loop."""
 RETRY_PAUSE_S = 0.1
 """Between two requests after the store said that it does not know the gang yet."""
+STORE_GONE_LIMIT_S = 600.0
+"""How long rule 4 may carry a lease. By then nobody is left who looks after this run."""
 
 
 class LeasePhase(StrEnum):
@@ -88,111 +116,10 @@ class LeaseTerms:
         """Waking later than this means that this process did not run; less is a busy machine."""
         return max(self.guard_s, self.heartbeat_s)
 
-
-# --- events -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseEvent:
-    """Base of what can happen to the keeper."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connected(LeaseEvent):
-    """The store has accepted this connection and the secret."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLost(LeaseEvent):
-    """The connection, or the try to make one, failed.
-
-    `is_final` when the store refused this secret: no other try can do better.
-    """
-
-    message: str = ""
-    is_final: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmed(LeaseEvent):
-    """The store granted or renewed the lease, or took it back on request."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denied(LeaseEvent):
-    """The store said no. `is_final` when asking again cannot help."""
-
-    request_id: int
-    reason: Reason
-    message: str
-    is_final: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseAsked(LeaseEvent):
-    """The member has nothing running any more and gives the lease back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParentDied(LeaseEvent):
-    """Nobody answers for the command any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Woke(LeaseEvent):
-    """A deadline has passed."""
-
-
-# --- effects ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseEffect:
-    """Base of what the keeper must do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connect(LeaseEffect):
-    """Drop any connection and make a new one. Answers: Connected or ConnectionLost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(LeaseEffect):
-    """Send `op` (grant, renew or release). Answers: Confirmed or Denied with this id."""
-
-    op: str
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tell(LeaseEffect):
-    """One line for the parent: `word` is granted, refused, lost, released, frozen or thawed."""
-
-    word: str
-    reason: Reason | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreezeTree(LeaseEffect):
-    """Stop every process of the incarnation, without ending it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThawTree(LeaseEffect):
-    """Let the frozen processes go on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillTree(LeaseEffect):
-    """SIGKILL every process of the incarnation, frozen or not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End(LeaseEffect):
-    """The keeper's work is done."""
+    @property
+    def still_s(self) -> float:
+        """A store that has not run for so long knows it: it lets no lease lapse for that time."""
+        return TICK_S_MAX + self.ttl_s * STALL_SHARE + self.guard_s
 
 
 @dataclass(slots=True)
@@ -211,7 +138,14 @@ class LeaseState:
     sent_at: float | None = None
     """When the request in flight was sent; None when there is none."""
     held_from: float | None = None
+    """When the last confirmed grant or renewal was sent, or what counts like one (rule 4) was seen; set from the
+    first grant on."""
+    confirmed_at: float | None = None
     """When the last confirmed grant or renewal was sent; set from the first grant on."""
+    heard_at: float | None = None
+    """When the store said something last."""
+    still_at: float | None = None
+    """When what was sent on this connection was last seen lying unread: it is not dead, its store stands."""
     request_at: float | None = None
     """When to send the next request."""
     give_up_at: float = 0.0
@@ -249,7 +183,7 @@ class Lease:
             lambda: handler(self, event, now),
             lambda: self._act_on_time(now),
         ]
-        if isinstance(event, Confirmed):
+        if isinstance(event, Confirmed | StoreStoodStill | StoreGone):
             steps[:2] = reversed(steps[:2])  # it may be the very renewal that the clock asks for
         for step in steps:
             if self.state.phase is not LeasePhase.OVER:
@@ -288,7 +222,7 @@ class Lease:
         if now - state.wake_at > self.terms.oversleep_s:
             self._ask(now)
         else:
-            self._lose(Reason.LEASE_LOST, f"No renewal was confirmed in time. {state.last_denial}".strip())
+            self._lose(Reason.STORE_UNREACHABLE, self._what_was_heard(now))
 
     def _act_on_time(self, now: float) -> None:
         state = self.state
@@ -310,6 +244,8 @@ class Lease:
         """When the connection, or the try to make one, is given up as dead."""
         state = self.state
         since = state.connecting_since if state.sent_at is None else state.sent_at
+        if since is not None and state.still_at is not None:
+            since = max(since, state.still_at)
         asking = state.phase is LeasePhase.ASKING
         return None if since is None else since + (ASK_LIMIT_S / 3 if asking else self.terms.answer_limit_s)
 
@@ -346,6 +282,7 @@ class Lease:
     def _on_connected(self, event: Connected, now: float) -> None:
         if self.state.connecting_since is None:
             return
+        self.state.heard_at = now
         self.state.connecting_since = None
         self.state.connected = True
         self._request(now)
@@ -362,6 +299,7 @@ class Lease:
         state.connected = False
         state.connecting_since = None
         state.sent_at = None
+        state.still_at = None
         state.connect_at = now + RECONNECT_PAUSE_S
         state.last_denial = event.message or state.last_denial
         if event.is_final and state.phase is LeasePhase.ACQUIRING:
@@ -374,13 +312,16 @@ class Lease:
         if event.request_id != state.request_id or state.sent_at is None:
             return
         sent_at, state.sent_at = state.sent_at, None
+        state.heard_at = now
+        state.still_at = None
         state.last_denial = ""
         if state.phase is LeasePhase.RELEASING:
             self._enter(LeasePhase.OVER)
             self._do(Tell(word="released"))
             self._do(End())
             return
-        state.held_from = sent_at
+        state.confirmed_at = sent_at
+        state.held_from = sent_at if state.held_from is None else max(sent_at, state.held_from)
         state.request_at = sent_at + self.terms.heartbeat_s
         if state.phase is LeasePhase.ACQUIRING:
             self._enter(LeasePhase.HOLDING)
@@ -395,6 +336,8 @@ class Lease:
         if event.request_id != state.request_id or state.sent_at is None:
             return
         state.sent_at = None
+        state.heard_at = now
+        state.still_at = None
         if state.phase is LeasePhase.RELEASING:
             self._enter(LeasePhase.OVER)
             self._do(End())
@@ -407,6 +350,28 @@ class Lease:
             self._do(End())
         else:
             self._lose(event.reason, event.message)
+
+    # --- what can be seen of the store on its own machine -----------------------------------------
+
+    def _on_store_stood_still(self, event: StoreStoodStill, now: float) -> None:
+        state = self.state
+        state.still_at = event.seen_at
+        is_frozen = state.phase is LeasePhase.ASKING  # nothing of it acts, however long it waits for the answer
+        if is_frozen or event.seen_at - event.since >= self.terms.still_s:
+            self._hold_on(event.seen_at)
+
+    def _on_store_gone(self, event: StoreGone, now: float) -> None:
+        self._hold_on(event.seen_at)
+
+    def _hold_on(self, seen_at: float) -> None:
+        """Nobody can have declared this lease over by `seen_at`."""
+        state = self.state
+        if state.confirmed_at is None or seen_at - state.confirmed_at > STORE_GONE_LIMIT_S:
+            return
+        if state.phase is LeasePhase.HOLDING and state.held_from is not None:
+            state.held_from = max(state.held_from, seen_at)
+        elif state.phase is LeasePhase.ASKING:
+            state.give_up_at = max(state.give_up_at, seen_at + ASK_LIMIT_S)
 
     # --- what the parent does -------------------------------------------------------------------
 
@@ -428,6 +393,26 @@ class Lease:
     def _on_woke(self, event: Woke, now: float) -> None:
         """Time itself is looked at before and after every event."""
 
+    # --- words ----------------------------------------------------------------------------------
+
+    def _what_was_heard(self, now: float) -> str:
+        """Why no renewal was confirmed: for whoever has to tell a lost machine from a lost store."""
+        state = self.state
+        silent_s = now - (self.started_at if state.heard_at is None else state.heard_at)
+        told = f"No renewal was confirmed for {now - (state.confirmed_at or self.started_at):.1f} s: "
+        if state.connected and state.sent_at is None:
+            told += f"the rendezvous store answers, but does not grant it. {state.last_denial}"
+        elif state.connected:
+            told += (
+                f"the connection to the rendezvous store is open, but nothing was heard for {silent_s:.1f} s."
+            )
+        else:
+            told += (
+                f"there is no connection to the rendezvous store, and nothing was heard for {silent_s:.1f} s."
+            )
+            told += f" {state.last_denial}"
+        return told.strip()
+
     # --- small things ---------------------------------------------------------------------------
 
     def _lose(self, reason: Reason, message: str) -> None:
@@ -441,6 +426,7 @@ class Lease:
         state = self.state
         state.connected = False
         state.sent_at = None
+        state.still_at = None
         state.connect_at = None
         state.connecting_since = now
         self._do(Connect())
@@ -474,6 +460,8 @@ _HANDLERS: Mapping[type[LeaseEvent], Callable[..., None]] = {
     ConnectionLost: Lease._on_connection_lost,
     Confirmed: Lease._on_confirmed,
     Denied: Lease._on_denied,
+    StoreStoodStill: Lease._on_store_stood_still,
+    StoreGone: Lease._on_store_gone,
     ReleaseAsked: Lease._on_release_asked,
     ParentDied: Lease._on_parent_died,
     Woke: Lease._on_woke,

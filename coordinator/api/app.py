@@ -21,7 +21,7 @@ from coordinator.api.endpoints import CONTEXT, ApiContext
 from coordinator.api.failures import guard_requests
 from coordinator.api.openapi import build_document
 from coordinator.api.routes_deployment import DOCUMENT
-from coordinator.api.service import CoordinatorService, Grow, LogReader
+from coordinator.api.service import Admit, CoordinatorService, Grow, LogReader
 from mesh import __version__
 from mesh.spec import DeploymentFacts
 
@@ -38,6 +38,7 @@ def make_app(
     token: str,
     deployment_facts: DeploymentFacts,
     grow: Grow | None = None,
+    admit: Admit | None = None,
 ) -> web.Application:
     """The application, ready for a runner.
 
@@ -47,13 +48,14 @@ def make_app(
         token: what every request must carry; not empty.
         deployment_facts: what jobs are admitted to; the machines in it are replaced by those there are.
         grow: adds simulated machines; None where the deployment's machines are real ones.
+        admit: takes in a machine from elsewhere; None where nothing can reach this host.
     """
     app = web.Application(
         middlewares=[guard_requests, bearer_middleware(token)], client_max_size=BODY_BYTES_MAX
     )
     stopping = asyncio.Event()
     app[CONTEXT] = ApiContext(
-        service=service, logs=logs, facts=deployment_facts, grow=grow, stopping=stopping
+        service=service, logs=logs, facts=deployment_facts, grow=grow, admit=admit, stopping=stopping
     )
     app[DOCUMENT] = document()
     for endpoint in ENDPOINTS:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from coordinator.api.service import CoordinatorService, Grow, LogReader
+from coordinator.api.service import Admit, CoordinatorService, Grow, LogReader
 from mesh.errors import SpecError
 from mesh.spec import DeploymentFacts
 
@@ -37,6 +37,8 @@ class ApiContext:
     """What the deployment is; machines and accelerators are asked for at every submit."""
     grow: Grow | None
     """None on a deployment whose machines are not ours to add."""
+    admit: Admit | None
+    """None on a deployment that listens on its own host only."""
     stopping: asyncio.Event
     """Set when the server begins to stop: open streams end."""
 

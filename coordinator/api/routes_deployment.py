@@ -36,6 +36,31 @@ class GrowRequest(TypedDict):
     count: int
 
 
+class JoinRequest(TypedDict):
+    """A machine that asks to join: its address for everybody else, and what runs on it."""
+
+    address: str
+    version: str
+    python: str
+    ray: str
+
+
+class ClusterAddress(TypedDict):
+    """The deployment's Ray cluster, and which one it is now."""
+
+    address: str
+    id: str
+    session: str
+
+
+class JoinTerms(TypedDict):
+    """The machine's name from now on, and what its agent needs to become part of the cluster."""
+
+    name: str
+    cluster: ClusterAddress
+    clusterToken: str
+
+
 async def get_version(request: web.Request, query: Query) -> web.StreamResponse:
     return web.json_response({"version": __version__, "api": API_VERSION})
 
@@ -71,6 +96,18 @@ async def grow_machines(request: web.Request, query: Query) -> web.StreamRespons
             reason=Reason.CONFLICT,
         )
     return web.json_response({"machines": await grow(count)})
+
+
+async def admit_machine(request: web.Request, query: Query) -> web.StreamResponse:
+    admit = request.app[CONTEXT].admit
+    body = await read_json(request, what="a machine's address and versions")
+    if admit is None:
+        raise DeploymentError(
+            "This deployment listens on its own host only; no machine can join it.",
+            hint="Start it with an address for others: mesh up --address ADDRESS.",
+            reason=Reason.CONFLICT,
+        )
+    return web.json_response(await admit(body))
 
 
 async def get_openapi(request: web.Request, query: Query) -> web.StreamResponse:
@@ -121,6 +158,16 @@ ENDPOINTS = (
         handler=grow_machines,
         body=GrowRequest,
         answers=(Answer(text="All machines, the new ones ready.", shape=MachineList),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/machines/join",
+        operation="joinMachine",
+        summary="Take in a machine from elsewhere: what its agent calls before it starts",
+        handler=admit_machine,
+        body=JoinRequest,
+        answers=(Answer(text="The machine's name, and the cluster to become part of.", shape=JoinTerms),),
         errors=(HTTPStatus.CONFLICT,),
     ),
 )

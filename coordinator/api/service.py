@@ -122,3 +122,8 @@ Grow = Callable[[int], Awaitable[list[Machine]]]
 """Brings a local deployment to at least this many machines in all, waits for them, and returns all machines.
 
 Asking for fewer than there are changes nothing. Raises SpecError above the deployment's limit."""
+
+Admit = Callable[[Json], Awaitable[Json]]
+"""Takes a machine in that asks to join from elsewhere: a `JoinRequest`, answered by `JoinTerms` (routes_deployment).
+
+Raises SpecError for a request that is not one, ConflictError for a machine that does not fit."""

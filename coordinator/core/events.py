@@ -81,11 +81,13 @@ class MachineReclaimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierOpened:
-    """The store opened the epoch's start barrier: every rank had arrived."""
+    """The store opened the epoch's start barrier: every rank had arrived.
+
+    `tokens`: with which incarnations, in rank order; empty when that is not known.
+    """
 
     epoch: Epoch
     tokens: tuple[IncarnationToken, ...] = ()
-    """Of the incarnations that it opened for, in rank order; empty when that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,16 @@ class LeaseGone:
     """The member holds no lease any more: it gave it back, or it lapsed while nobody watched.
 
     Nothing of it runs. Its own report, which knows more, should be on its way.
+    """
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberSuspected:
+    """The connection over which the member renewed its lease has closed, and the lease counts down.
+
+    A suspicion, no verdict: a living member makes another connection within a heartbeat, a dead one's lease lapses.
     """
 
     incarnation: Incarnation
@@ -179,8 +191,8 @@ GangEvent = (
     | BarrierClosed
     | LeaseLapsed
     | LeaseGone
-    | MemberVanished
     | MemberSuspected
+    | MemberVanished
     | MemberRevoked
     | CancelRequested
     | SuspendRequested

@@ -20,8 +20,11 @@ PROBE_LIMIT_S = 10.0
 
 def up(
     machines: Annotated[
-        int, typer.Option("--machines", min=1, max=64, metavar="N", help="Simulated machines on this host.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--machines", min=1, max=64, metavar="N", help="Simulated machines on this host; 2 when left out."
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option("--gpu", metavar="TYPE:COUNT", help="Accelerators that each machine claims to have."),
@@ -32,6 +35,15 @@ def up(
     db: Annotated[
         str | None, typer.Option("--db", metavar="URL", help="The journal; SQLite in the state folder else.")
     ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="ADDRESS",
+            help="Let machines join from elsewhere, at this IPv4 address of this host. Unencrypted, on every "
+            "interface: for a network in which everybody may be trusted.",
+        ),
+    ] = None,
     output: OutputOption = OutputFormat.TABLE,
     state: StateOption = None,
 ) -> None:
@@ -39,19 +51,26 @@ def up(
 
     When one is running already it says so, and adds machines when --machines asks for more than there are.
     """
-    execute(lambda: _up(state, machines, gpu, listen, db, output), state=state)
+    from mesh.cli.head import HeadOptions
+    from mesh.deployment import state_folder
+    from mesh.errors import SpecError
+
+    def options() -> HeadOptions:
+        if machines is not None and address is not None:
+            raise SpecError(
+                "--machines and --address exclude each other: simulated machines have loopback addresses.",
+                hint="Let machines join, as many as you like: python -m agents join",
+                field="--machines",
+            )
+        return HeadOptions(
+            state=state_folder(state), machines=machines or 2, address=address, gpu=gpu, listen=listen, db=db
+        )
+
+    execute(lambda: _up(options(), output), state=state)
 
 
-async def _up(
-    state: Path | None,
-    machines: int,
-    gpu: str | None,
-    listen: str | None,
-    db: str | None,
-    output: OutputFormat,
-) -> int:
+async def _up(options: HeadOptions, output: OutputFormat) -> int:
     from mesh.cli.head import (
-        HeadOptions,
         prepare_state,
         settled_record,
         stale_record,
@@ -60,12 +79,10 @@ async def _up(
     )
     from mesh.cli.interrupts import Interrupts, SignalledError
     from mesh.cli.terminal import Terminal
-    from mesh.deployment import state_folder
 
-    folder = state_folder(state)
+    folder = options.state
     terminal = Terminal()
     prepare_state(folder)
-    options = HeadOptions(state=folder, machines=machines, gpu=gpu, listen=listen, db=db)
 
     async def start() -> tuple[DeploymentRecord, bool]:
         async with terminal.working("Starting") as spinner, starting_lock(folder, spinner.say):
@@ -79,7 +96,7 @@ async def _up(
     with Interrupts() as interrupts:
         try:
             record, started = await interrupts.race(start())
-            present = machines if started else await interrupts.race(_grow(options, record, terminal))
+            present = record.machines if started else await interrupts.race(_grow(options, record, terminal))
         except SignalledError as error:
             terminal.note("Stopped; no deployment was started.")
             return error.exit_code
@@ -99,7 +116,11 @@ async def _up(
     terminal.out(
         f"{verb} at {record.url} ({present} machine{'s' if present != 1 else ''}, state folder {folder})."
     )
-    if started:
+    if started and options.address is not None:
+        terminal.note(
+            f"On each machine: python -m agents join --head {record.url} --token-file FILE --address ADDRESS"
+        )
+    elif started:
         terminal.note("Run something: mesh run --nodes 2 -- hostname   Stop it: mesh down")
     return 0
 
@@ -108,7 +129,12 @@ async def _grow(options: HeadOptions, record: DeploymentRecord, terminal: Termin
     """Adds machines to the running deployment, up to what is asked for; says which options come too late."""
     from mesh.client import connect
 
-    given = {"--gpu": options.gpu, "--listen": options.listen, "--db": options.db}
+    given = {
+        "--gpu": options.gpu,
+        "--listen": options.listen,
+        "--db": options.db,
+        "--address": options.address,
+    }
     late = [flag for flag, value in given.items() if value is not None]
     if late:
         terminal.warn(f"{', '.join(late)} cannot be changed while it runs; `mesh down` first.")

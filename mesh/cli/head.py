@@ -57,15 +57,18 @@ class HeadOptions:
 
     state: Path
     machines: int
+    address: str | None = None
     gpu: str | None = None
     listen: str | None = None
     db: str | None = None
 
     def arguments(self, ready_fd: int) -> list[str]:
-        given = {"--gpu": self.gpu, "--listen": self.listen}
+        given = {"--address": self.address, "--gpu": self.gpu, "--listen": self.listen}
+        if self.address is None:  # else machines join by themselves
+            given["--machines"] = str(self.machines)
         rest = [part for flag, value in given.items() if value is not None for part in (flag, value)]
         return [
-            *("serve", "--state", str(self.state), "--machines", str(self.machines)),
+            *("serve", "--state", str(self.state)),
             *rest,
             *("--ready-fd", str(ready_fd)),
         ]

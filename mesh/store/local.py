@@ -8,7 +8,6 @@ take such a name first, so a client looks who listens before it says a secret: o
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import struct
@@ -23,7 +22,7 @@ def local_name(host: str, port: int) -> str:
 
 def connect_locally(host: str, port: int) -> socket.socket | None:
     """A connected, non-blocking socket; None where there is no short way, or a stranger listens on it."""
-    if not _is_loopback(host):
+    if not _is_mine(host):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with contextlib.suppress(OSError):
@@ -34,14 +33,28 @@ def connect_locally(host: str, port: int) -> socket.socket | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def _is_mine(host: str) -> bool:
+    """True for an address of this machine; a name is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        socket.inet_pton(family, host)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
         return False
+    return True
+
+
+def listener_pid(connection: socket.socket) -> int:
+    """The process that listens at the other end, by the kernel's word; 0 when it is not in this pid namespace."""
+    return _credentials(connection)[0]
 
 
 def _listener_uid(connection: socket.socket) -> int:
-    """The user of the process that listens at the other end, by the kernel's word."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
+    return _credentials(connection)[1]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(found)
+    return pid, uid, gid

@@ -76,7 +76,7 @@ class StandInService:
 
 
 class StandInActors:
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
         self._handle: Any = None
 
     def preload(self) -> None:

@@ -106,7 +106,7 @@ async def test_it_takes_the_lease_renews_it_and_gives_it_back(store: FakeStore, 
 async def test_without_an_answer_it_kills_the_tree_and_says_so(store: FakeStore, kept: Kept) -> None:
     await kept.granted()
     store.is_silent = True
-    assert (await kept.lost()).reason is Reason.LEASE_LOST
+    assert (await kept.lost()).reason is Reason.STORE_UNREACHABLE
     await until(lambda: kept.states() == [])
 
 

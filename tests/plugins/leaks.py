@@ -6,6 +6,9 @@ ours (it has the token, or one of its folders lies under this session's temporar
 a clean environment), is a leak. What is only about to die gets a few seconds. A leak fails the session, is reported
 with the tests during which it began, and is then killed, so that one bad test does not spoil the next session.
 
+On several workers (`-n`) the session is still one: its workers inherit the token, and only the process that started
+them looks, when all of them have ended. A worker that looked for itself would take the others' processes for leaks.
+
 Other sessions and deployments on the same machine are never counted and never touched.
 """
 
@@ -23,8 +26,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.plugins.parallel import is_worker
+
 TOKEN_VARIABLE = "GANGMESH_TEST_SESSION"
 MARKS = ("GANGMESH_DEPLOYMENT", "NODUS_INCARNATION")
+WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
 FOLDERS = ("GANGMESH_DEPLOYMENT", "GANGMESH_STATE", "NODUS_STATE_DIR")
 DYING_LIMIT_S = 10.0
 """How long a process that is about to die may take, before it is called a leak."""
@@ -32,23 +38,46 @@ DYING_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A process that should be gone: `began_at` in seconds since 1970."""
+    """A process that should be gone: `began_at` in seconds since 1970, `worker` empty when that is not known."""
 
     pid: int
     began_at: float
     command: str
     mark: str
+    worker: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """When a phase of a test ran, in seconds since 1970, and on which worker (empty without workers)."""
+
+    test: str
+    worker: str
+    began_at: float
+    ended_at: float
+
+    def may_have_begun(self, leak: Leak) -> bool:
+        is_elsewhere = self.worker and leak.worker and self.worker != leak.worker
+        return not is_elsewhere and self.began_at - 1 <= leak.began_at <= self.ended_at + 1
 
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """One session's watch: its token, and when each test ran."""
+    """One session's watch: its token, and when each test ran. A plugin itself, to be told of every report."""
 
     token: str
     began_at: float
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """(node id, begin, end) of every test that has ended, in order."""
+    spans: list[Span] = field(default_factory=list)
+    """Of every phase that has ended, in order."""
     leaks: list[Leak] = field(default_factory=list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        worker = getattr(report, "worker_id", "")
+        span = Span(test=report.nodeid, worker=worker, began_at=report.start, ended_at=report.stop)
+        self.spans.append(span)
+
+    def tests_during(self, leak: Leak) -> list[str]:
+        return list(dict.fromkeys(span.test for span in self.spans if span.may_have_begun(leak)))
 
 
 _watch = pytest.StashKey[Watch]()
@@ -71,7 +100,13 @@ def find_leaks(*, token: str, temporary_folder: Path, began_at: float) -> list[L
             if marks and ours and process.create_time() >= began_at - 1:
                 command = " ".join(process.cmdline()) or process.name()
                 found.append(
-                    Leak(pid=process.pid, began_at=process.create_time(), command=command, mark=marks[0])
+                    Leak(
+                        pid=process.pid,
+                        began_at=process.create_time(),
+                        command=command,
+                        mark=marks[0],
+                        worker=environment.get(WORKER_VARIABLE, ""),
+                    )
                 )
     return found
 
@@ -99,28 +134,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if is_worker(config):
+        return
     watch = Watch(token=secrets.token_hex(8), began_at=time.time())
     config.stash[_watch] = watch
+    config.pluginmanager.register(watch)
     os.environ[TOKEN_VARIABLE] = watch.token
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, object, object]:
-    began_at = time.time()
-    result = yield
-    item.config.stash[_watch].spans.append((item.nodeid, began_at, time.time()))
-    return result
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # within the terminal's own, which prints what is found
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
     try:
-        return (yield)  # the teardown of what lives as long as the session
+        return (yield)  # the teardown of what lives as long as the session; the end of the workers
     finally:
         # Also when a second Ctrl-C broke off that teardown: then above all.
-        _look(session)
+        if not is_worker(session.config):
+            _look(session)
 
 
 def _look(session: pytest.Session) -> None:
@@ -144,8 +173,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     terminalreporter.section("processes left behind", red=True)
     for leak in watch.leaks:
-        during = [test for test, begin, end in watch.spans if begin - 1 <= leak.began_at <= end + 1]
         terminalreporter.line(f"pid {leak.pid} (killed now), {leak.mark}: {leak.command[:300]}")
         terminalreporter.line(
-            f"    began during: {', '.join(during) or 'no test (collection, or a fixture)'}"
+            f"    began during: {', '.join(watch.tests_during(leak)) or 'no test (collection, or a fixture)'}"
         )

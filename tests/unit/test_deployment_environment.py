@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.ray_environment import ray_environment, user_environment
+from agents.ray_environment import ray_environment, user_environment
 
 USER = {
     "PATH": "/usr/bin",

@@ -8,8 +8,8 @@ import sys
 HEAD = """
 import os, subprocess, sys, time
 import agents.keeper
-from coordinator.child import become_subreaper
-from coordinator.daemon import OrphanReaper
+from agents.child import become_subreaper
+from agents.orphans import OrphanReaper
 from coordinator.leftovers import MARK
 from mesh.deployment import process_started
 

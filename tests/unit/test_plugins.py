@@ -80,6 +80,10 @@ def test_that_leaks():
                      env={**os.environ, "GANGMESH_DEPLOYMENT": "/inner"}, stdin=subprocess.DEVNULL,
                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
+LEAKING_BESIDE_ANOTHER = """
+def test_of_another_file_at_the_same_time():
+    pass
+"""
 LEAKING_AND_INTERRUPTED = (
     LEAKING
     + """
@@ -114,6 +118,40 @@ def test_a_leaking_session_fails_names_the_test_and_leaves_nothing(tmp_path: Pat
     assert "began during: test_inner.py::test_that_leaks" in ended.stdout
 
 
+def test_on_workers_one_look_after_the_last_of_them_names_the_workers_own_test(tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text(LEAKING_BESIDE_ANOTHER)
+    ended = run_inner(
+        tmp_path,
+        LEAKING,
+        f"--basetemp={tmp_path / 'inner'}",
+        "--leak-limit-s",
+        "1",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+    )
+    assert ended.returncode == 1, ended.stdout
+    assert "2 passed" in ended.stdout
+    assert ended.stdout.count("(killed now)") == 1, ended.stdout
+    assert ended.stdout.count("processes left behind") == 1
+    assert "began during: test_inner.py::test_that_leaks\n" in ended.stdout, ended.stdout
+
+
+def test_on_workers_a_test_has_the_seed_and_the_repeat_command_that_it_has_alone(tmp_path: Path) -> None:
+    alone, spread = (
+        run_inner(tmp_path, FAILING, "--seed", "7", "-n", workers).stdout for workers in ("0", "2")
+    )
+    for output in (alone, spread):
+        assert "-m pytest test_inner.py::test_that_fails --seed 7\n" in output
+    assert [seed_line(output) for output in (alone, spread)] == [seed_line(alone)] * 2
+
+
+def seed_line(output: str) -> str:
+    [line] = {line for line in output.splitlines() if line.startswith("E  ") and "seed is" in line}
+    return line
+
+
 def test_a_teardown_that_is_interrupted_does_not_keep_the_leak_alive(tmp_path: Path) -> None:
     began_at = time.time()
     run_inner(tmp_path, LEAKING_AND_INTERRUPTED, f"--basetemp={tmp_path / 'inner'}", "--leak-limit-s", "0.2")
@@ -131,6 +169,5 @@ def is_the_inner_leak(process: psutil.Process) -> bool:
 def test_a_failure_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
     first = run_inner(tmp_path, FAILING, "--seed", "7")
     assert "-m pytest test_inner.py::test_that_fails --seed 7" in first.stdout
-    seeds = {line for line in first.stdout.splitlines() if line.startswith("E") and "seed is" in line}
     again = run_inner(tmp_path, FAILING, "--seed", "7")
-    assert seeds == {line for line in again.stdout.splitlines() if line.startswith("E") and "seed is" in line}
+    assert seed_line(again.stdout) == seed_line(first.stdout)

@@ -1,4 +1,4 @@
-"""The environment of the head and of every Ray process. Pure.
+"""The environment of the head, of a machine's agent, and of every Ray process. Pure.
 
 Nothing of the user's goes there but what the processes need: not their RAY_ADDRESS, not their PYTHONPATH, not a
 megabyte of variables. The user's own environment is kept apart and handed to the users' commands (`user_environment`).
@@ -10,12 +10,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from coordinator.leftovers import MARK
-from coordinator.ray_commands import RAY_SETTINGS
+from agents.machine_folder import FOLDER_VARIABLE
+from agents.raylet import RAY_SETTINGS
 
+MARK = "GANGMESH_DEPLOYMENT"
+"""On every process of a deployment: its id. See `coordinator.leftovers`."""
 KEPT_VARIABLES = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER"})
 KEPT_PREFIXES = ("GANGMESH_", "LC_")
-NEVER_KEPT = frozenset({"GANGMESH_TOKEN", "GANGMESH_URL", "GANGMESH_DB"})
+NEVER_KEPT = frozenset({"GANGMESH_TOKEN", "GANGMESH_URL", "GANGMESH_DB", FOLDER_VARIABLE})
 _INSTALLED = ("site-packages", "dist-packages")
 
 

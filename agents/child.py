@@ -1,4 +1,5 @@
-"""A child process of the head: a session of its own, killed by the kernel when the head dies, watched by pidfd.
+"""A child process of the head or of a machine's agent: a session of its own, killed by the kernel when that dies,
+watched by pidfd.
 
 Rules of this file:
 1. Spawn from the main thread only: the kernel ties `PR_SET_PDEATHSIG` to the thread that forks.

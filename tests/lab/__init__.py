@@ -1,0 +1,1 @@
+"""Several hosts on this machine, as network namespaces: real raylets, real torchrun, real losses."""

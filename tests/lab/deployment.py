@@ -1,0 +1,184 @@
+"""A deployment over the lab's hosts: the head on a host of its own, an agent on each of the others.
+
+Rules of this file:
+1. The product is started as its documents say: `python -m coordinator serve --address …`, `python -m agents join …`.
+2. A machine is known by its host's address: its name changes whenever it joins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.e2e.real_mesh import INCARNATION, RealMesh, wait_until
+from tests.lab.hosts import Host
+from tests.lab.network import HEAD_NUMBER, HOST_NUMBERS, LabNetwork
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 90.0
+STOP_LIMIT_S = 90.0
+JOIN_LIMIT_S = 60.0
+PYTHON = (sys.executable, "-P", "-m")
+
+
+@dataclass(kw_only=True)
+class Lab(RealMesh):
+    """The hosts and the deployment over them. `mesh …` is called outside, and reaches the head by its address."""
+
+    network: LabNetwork
+    head_host: Host
+    hosts: list[Host]
+    folder: Path
+    _head_process: subprocess.Popen[Any] | None = None
+    _agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
+    _joins: int = 0
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def start_head(self, *, environment: Mapping[str, str] | None = None) -> None:
+        """Returns when it is ready."""
+        reading, writing = os.pipe()
+        arguments = ["serve", "--state", str(self.state), "--address", self.head_host.address]
+        self._head_process = self.head_host.start(
+            *PYTHON,
+            "coordinator",
+            *arguments,
+            "--ready-fd",
+            str(writing),
+            environment={**self.environment(dict(environment or {})), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(writing,),
+        )
+        os.close(writing)
+        with os.fdopen(reading, "rb") as news:
+            _until_ready(news.fileno(), self)
+
+    def stop_head(self) -> int:
+        """SIGTERM, and its exit code."""
+        assert self._head_process is not None
+        if self._head_process.poll() is None:
+            os.kill(self.record.pid, signal.SIGTERM)
+        return self._head_process.wait(STOP_LIMIT_S)
+
+    def join(self, *hosts: Host) -> None:
+        """Starts an agent on each of these, one after the other, and waits until all are machines."""
+        for host in hosts:
+            self.start_agent(host)
+            wait_until(
+                lambda host=host: self.machine_on(host) or self._agents[host.name].poll() is not None,
+                f"{host.name} to join",
+                limit_s=JOIN_LIMIT_S,
+            )
+            assert self.machine_on(host), self.agent_log(host)
+
+    def start_agent(self, host: Host) -> None:
+        token = self.folder / "join-token"
+        token.touch(mode=0o600)
+        token.write_text(self.record.token)
+        self._joins += 1
+        with self._agent_log(host).open("ab") as log:
+            self._agents[host.name] = host.start(
+                *PYTHON,
+                *("agents", "join", "--head", self.record.url, "--token-file", str(token)),
+                *(
+                    "--address",
+                    host.address,
+                    "--state",
+                    str(self.folder / host.name),
+                    "--label",
+                    f"lab={host.name}",
+                ),
+                environment=self.environment({"PYTHONPATH": str(ROOT), "LAB_HOST": host.name}),
+                stdout=log,
+                stderr=log,
+            )
+
+    def stop_agent(self, host: Host) -> int:
+        """SIGTERM, and its exit code."""
+        way_in = self._agents.pop(host.name)
+        for process in psutil.Process(way_in.pid).children():
+            process.terminate()
+        return way_in.wait(STOP_LIMIT_S)
+
+    def _agent_log(self, host: Host) -> Path:
+        return self.folder / f"agent-{host.name}.log"
+
+    def agent_log(self, host: Host) -> str:
+        return self._agent_log(host).read_text(errors="replace")[-3000:]
+
+    # ---- what the deployment says -----------------------------------------------------------------
+
+    def machine_on(self, host: Host) -> str | None:
+        """The name of the living machine on this host."""
+        for name, machine in self.machines().items():
+            if machine["address"] == host.address and machine["state"] != "Lost":
+                return name
+        return None
+
+    def host_of(self, name: str, rank: int) -> Host:
+        """Where a rank of a run is now."""
+        member = next(m for m in self.run(name)["status"]["members"] if m["rank"] == rank)
+        return next(h for h in self.hosts if h.address == member["address"])
+
+    # ---- what is seen -----------------------------------------------------------------------------
+
+    def user_processes(self, uid: str, host: Host) -> dict[int, int]:
+        """The processes of a run's commands on a host: pid, and the epoch that it belongs to."""
+        found = {}
+        for pid in host.pids():
+            with contextlib.suppress(psutil.Error, OSError):
+                process = psutil.Process(pid)
+                parts = process.environ().get(INCARNATION, "").split(".")
+                if parts[0] == uid and process.status() != psutil.STATUS_ZOMBIE:
+                    found[pid] = int(parts[1])
+        return found
+
+
+def _until_ready(news: int, lab: Lab) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    text = b""
+    while b'"ready"' not in text:
+        readable, _, _ = select.select([news], [], [], max(0.0, deadline - time.monotonic()))
+        part = os.read(news, 65536) if readable else b""
+        assert part, f"the head did not start: {text.decode()}\n{lab.log_tail()}"
+        text += part
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                assert "error" not in json.loads(line), line.decode()
+
+
+@contextlib.contextmanager
+def build_lab(folder: Path, *, hosts: int, joined: int | None = None) -> Iterator[Lab]:
+    """A deployment over so many hosts, the first `joined` of them machines of it. Everything is gone afterwards."""
+    network = LabNetwork.build()
+    try:
+        head = Host(network=network, name="head", number=HEAD_NUMBER, own_processes=False)
+        machines = [Host(network=network, name=f"m{i}", number=HOST_NUMBERS[i]) for i in range(hosts)]
+        work = folder / "work"
+        work.mkdir()
+        lab = Lab(
+            state=folder / "state", work=work, network=network, head_host=head, hosts=machines, folder=folder
+        )
+        for host in (head, *machines):
+            host.boot()
+        lab.start_head()
+        lab.join(*machines[: hosts if joined is None else joined])
+        yield lab
+        lab.stop_head()
+    finally:
+        for host in (head, *machines):
+            host.shut_down()
+        network.close()

@@ -1,0 +1,62 @@
+"""The whole suite on several workers (pytest-xdist, `-n`): what stays together, and what begins first.
+
+Rules of this file:
+1. A file stays on one worker, in order: what its tests share (a deployment, a server) is started once.
+2. Files of TOGETHER share one deployment and stay together as well. Of a file in APART every test starts what it
+   needs itself, so that its tests go to whoever is free.
+3. What takes long begins first, or everybody waits for it at the end. LONGEST_FIRST names it.
+4. A node id is what it is without workers: the seed, the repeat command and `--last-failed` all go by it. That is why
+   this is a scheduler of ours, ten lines over xdist's, and not `--dist loadgroup`, which renames tests.
+
+Two tests of different files may run at the same time, so none may count on a port, an address or a name that is not
+its own. Without `-n` nothing of this has an effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+TOGETHER: tuple[tuple[str, ...], ...] = ()
+APART: tuple[str, ...] = ()
+LONGEST_FIRST: tuple[str, ...] = ()
+
+
+def scope_of(node_id: str) -> str:
+    """What is run as one piece, in its order, on one worker."""
+    file = node_id.partition("::")[0]
+    if file in APART:
+        return node_id
+    return next((group[0] for group in TOGETHER if file in group), file)
+
+
+def _rank(node_id: str) -> int:
+    places = (place for place, long in enumerate(LONGEST_FIRST) if node_id.startswith(long))
+    return next(places, len(LONGEST_FIRST))
+
+
+class Scheduler(LoadScopeScheduling):
+    """xdist's own, with our pieces in our order."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    if config.getoption("dist") != "load":  # somebody has asked for another way
+        return None
+    config.option.loadscopereorder = False
+    return Scheduler(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if is_worker(config):
+        items.sort(key=lambda item: _rank(item.nodeid))

@@ -1,0 +1,105 @@
+"""Machines that join from elsewhere: what is asked, what is answered, and whose folder and environment are used."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from agents.join import JoinSettings, machine_state
+from agents.machine_folder import FOLDER_VARIABLE, machine_folder, note_environment, owner_environment
+from coordinator.deployment import StateFolder
+from coordinator.providers.joined import JoinedMachines
+from coordinator.ray_processes import ClusterTerms
+from mesh import __version__
+from mesh.errors import ConflictError, DeploymentError, SpecError
+from mesh.reasons import Reason
+
+REQUEST = {
+    "address": "10.1.2.3",
+    "version": __version__,
+    "python": platform.python_version(),
+    "ray": ray.__version__,
+}
+
+
+class _Ray:
+    terms = ClusterTerms(address="10.1.2.2:6379", cluster_id="c", session="s")
+
+
+def _door(folder: Path) -> JoinedMachines:
+    return JoinedMachines(state=StateFolder(folder), ray=_Ray())  # type: ignore[arg-type]
+
+
+async def test_each_machine_gets_a_name_of_its_own_also_after_the_head_began_again(tmp_path: Path) -> None:
+    door = _door(tmp_path)
+    answers = await asyncio.gather(*(door.admit(dict(REQUEST)) for _ in range(3)))
+    assert sorted(a["name"] for a in answers) == ["machine-1", "machine-2", "machine-3"]
+    again = await _door(tmp_path).admit(dict(REQUEST))
+    assert again["name"] == "machine-4"
+    assert again["cluster"] == {"address": "10.1.2.2:6379", "id": "c", "session": "s"}
+    assert again["clusterToken"] == StateFolder(tmp_path).secret("ray-token")
+
+
+@pytest.mark.parametrize(
+    "body", [None, [], {}, {**REQUEST, "address": "127.0.0.1"}, {**REQUEST, "address": 7}]
+)
+async def test_what_is_no_machine_is_refused(tmp_path: Path, body: Any) -> None:
+    with pytest.raises(SpecError):
+        await _door(tmp_path).admit(body)
+
+
+@pytest.mark.parametrize(("key", "word"), [("version", "gangmesh"), ("python", "Python"), ("ray", "Ray")])
+async def test_other_versions_are_refused_by_name(tmp_path: Path, key: str, word: str) -> None:
+    with pytest.raises(ConflictError, match=word):
+        await _door(tmp_path).admit({**REQUEST, key: "0.0.1"})
+
+
+def test_a_simulated_machine_uses_what_the_head_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    assert machine_folder("/state/machines", "local-1") == Path("/state/machines/local-1")
+    assert owner_environment({"A": "head"}) == {"A": "head"}
+
+
+def test_a_joined_machine_uses_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    note_environment(tmp_path, {"A": "machine", "BYTES": "\udcff"})
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert machine_folder("/state/machines", "machine-1") == tmp_path / "machine-1"
+    assert owner_environment({"A": "head"}) == {"A": "machine", "BYTES": "\udcff"}
+    assert (tmp_path / "environment.json").stat().st_mode & 0o077 == 0
+
+
+def test_one_agent_per_folder(tmp_path: Path) -> None:
+    with machine_state(tmp_path / "m") as first, pytest.raises(DeploymentError) as raised:
+        assert first.sockets.is_dir()
+        with machine_state(tmp_path / "m"):
+            pass
+    assert raised.value.reason is Reason.DEPLOYMENT_BUSY
+    assert not first.sockets.exists()
+
+
+def test_what_an_agent_is_told_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    read = JoinSettings.read(head="10.1.2.2:80", token_file=token, address="10.1.2.3", labels=["rack=3"])
+    assert (read.head, read.token, read.labels) == ("http://10.1.2.2:80", "secret", {"rack": "3"})
+    assert "secret" not in repr(read)
+    for wrong in (
+        {"address": "::1"},
+        {"labels": ["=x"]},
+        {"token_file": tmp_path / "none"},
+        {"head": "ray://x"},
+    ):
+        given: dict[str, Any] = {
+            "head": "h:1",
+            "token_file": token,
+            "address": "10.1.2.3",
+            "labels": [],
+            **wrong,
+        }
+        with pytest.raises(SpecError):
+            JoinSettings.read(**given)
