@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from coordinator.core.events import Placement
-from coordinator.fleet import MachineFacts, Shape, why_waiting
-from mesh.errors import TransportError
+from coordinator.fleet import MachineFacts, Shape, Waiting, matches, why_waiting
+from mesh.errors import NotFoundError, TransportError
 from mesh.ids import Epoch, Incarnation, MachineName, RunUid
 from mesh.messages import FenceOrder, JoinOrder
 
 
 class FakeFleet:
-    """Machines `m0`, `m1`, …; orders and fences are only written down.
+    """Machines `m0`, `m1`, …; orders, fences and harms are only written down.
 
     Args:
         machines: how many there are.
@@ -22,6 +22,10 @@ class FakeFleet:
     def __init__(self, machines: int = 2) -> None:
         self.names = [MachineName(f"m{i}") for i in range(machines)]
         self.held: dict[tuple[RunUid, int], tuple[MachineName, ...]] = {}
+        self.cordoned: set[MachineName] = set()
+        self.lost: set[MachineName] = set()
+        self.unclean: list[MachineName] = []
+        """Released without the proof that nothing runs there."""
         self.orders: list[JoinOrder] = []
         self.fences: list[FenceOrder] = []
         self.dismissed: list[Incarnation] = []
@@ -34,7 +38,7 @@ class FakeFleet:
         return [
             MachineFacts(
                 name=name, address=f"10.0.0.{i}", labels={"provider": "fake"}, gpu_type=None, gpu_count=0,
-                is_alive=True,
+                is_alive=name not in self.lost, is_cordoned=name in self.cordoned,
             )
             for i, name in enumerate(self.names)
         ]  # fmt: skip
@@ -44,23 +48,42 @@ class FakeFleet:
         held = {name for names in self.held.values() for name in names}
         return [name for name in self.names if name not in held]
 
+    async def _fitting(self, shape: Shape) -> list[MachineName]:
+        free = set(self.free())
+        return [m.name for m in await self.machines() if m.name in free and matches(m, shape) is None]
+
     async def reserve(
-        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[str], None]
+        self, uid: RunUid, reservation: int, shape: Shape, *, on_waiting: Callable[[Waiting], None]
     ) -> tuple[Placement, ...]:
         async with self._changed:
             key = (uid, reservation)
             if key not in self.held:
-                if len(self.free()) < shape.nodes:
+                while len(found := await self._fitting(shape)) < shape.nodes:
                     on_waiting(why_waiting(shape, await self.machines(), {}))
-                    await self._changed.wait_for(lambda: len(self.free()) >= shape.nodes)
-                self.held[key] = tuple(self.free()[: shape.nodes])
+                    await self._changed.wait()
+                self.held[key] = tuple(found[: shape.nodes])
             return tuple(Placement(machine=m, address=f"{m}.test") for m in self.held[key])
 
-    async def release(self, uid: RunUid, reservation: int) -> None:
+    async def withdraw(self, uid: RunUid, reservation: int) -> None:
         self._may_fail()
         async with self._changed:
             self.held.pop((uid, reservation), None)
             self._changed.notify_all()
+
+    async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
+        self._may_fail()
+        async with self._changed:
+            if not is_clean:
+                self.unclean.append(machine)
+            left = tuple(m for m in self.held.pop((uid, reservation), ()) if m != machine)
+            if left:
+                self.held[(uid, reservation)] = left
+            self._changed.notify_all()
+
+    async def cordon(self, machine: MachineName) -> None:
+        if machine not in self.names:
+            raise NotFoundError(f"There is no machine {machine}.", hint="See them all: mesh get machines")
+        self.cordoned.add(machine)
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         self._may_fail()
@@ -95,6 +118,9 @@ class FakeStore:
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         return (uid, epoch) in self.opened
+
+    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
+        return (uid, incarnation.epoch) in self.opened
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         self.forgotten.append((uid, epoch))
