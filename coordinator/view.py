@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator import story
 from coordinator.core.gang_state import Failure, Gang, MemberRecord, Settlement
 from coordinator.journal import EventRow
+from coordinator.story import cause_resource, process_end
+from mesh.exits import describe_exit
 from mesh.ids import RunUid
-from mesh.messages import ProcessExit
-from mesh.resources import Attempt, Cause, Condition, Event, ProcessEnd, RankStatus, Run
+from mesh.reasons import Reason
+from mesh.resources import Attempt, Condition, Event, RankStatus, Run
 from mesh.selectors import JOB_LABEL, RANK_LABEL
 from mesh.states import RunState
 
@@ -22,7 +25,7 @@ FINISHED_EARLY_S = 5.0
 
 def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
     """The Job resource with its status filled in. `now` is wall-clock seconds; `lastOutputAt` is the API's to fill."""
-    plan = gang.plan
+    plan, cause = gang.plan, story.last_cause(gang)
     return {
         "apiVersion": "nodus.dev/v1",
         "kind": "Job",
@@ -50,7 +53,11 @@ def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
             "endedAt": gang.ended_at,
             "ranks": [_rank_status(gang.members[rank]) for rank in sorted(gang.members)],
             "conditions": _conditions(gang, now),
-            "cause": None if gang.cause is None else _cause(gang.cause),
+            "cause": None if cause is None else cause_resource(cause),
+            "restarts": story.restart_counts(gang),
+            "epochs": story.epochs(gang),
+            "checkpoint": story.checkpoint_status(gang.checkpoint),
+            "productive": story.productive(gang, now),
         },
     }
 
@@ -61,15 +68,20 @@ def exit_code(gang: Gang) -> int | None:
         return 0
     if gang.state is RunState.CANCELLED:
         return CANCELLED_EXIT_CODE
-    if gang.state is RunState.FAILED and gang.cause is not None:
-        true_exit = gang.cause.evidence.exit or gang.cause.exit
+    cause = story.last_cause(gang)
+    if gang.state is RunState.FAILED and cause is not None:
+        true_exit = cause.evidence.exit or cause.exit
         return None if true_exit is None else true_exit.shell_code
     return None
 
 
 def attempt_resources(gang: Gang) -> list[Attempt]:
-    """Every rank's part in every epoch."""
-    return [_attempt(gang, member) for member in gang.all_members]
+    """Every rank's part in every epoch, each life of it."""
+    members = gang.all_members
+    last = {
+        (m.incarnation.epoch, m.rank): m for m in members
+    }  # a rank that was replaced has several lives in one
+    return [_attempt(gang, m, is_last=last[(m.incarnation.epoch, m.rank)] is m) for m in members]
 
 
 def event_resource(row: EventRow) -> Event:
@@ -87,9 +99,13 @@ def event_resource(row: EventRow) -> Event:
     }
 
 
-def _attempt(gang: Gang, member: MemberRecord) -> Attempt:
-    is_cause = gang.cause is not None and gang.cause.rank == member.rank
-    is_last = member.incarnation.epoch == gang.epoch
+def _attempt(gang: Gang, member: MemberRecord, *, is_last: bool) -> Attempt:
+    chapter = story.chapter_of(gang, member.incarnation.epoch)
+    cause = chapter.cause if chapter is not None and is_last else None
+    is_cause = cause is not None and cause.rank == member.rank
+    is_victim = chapter is not None and is_last and member.rank in chapter.victims
+    reason, message = _why_it_ended(member, cause, is_victim=is_victim)
+    arrived_at = member.arrived_at
     return {
         "run": gang.plan.name,
         "uid": RunUid(gang.uid),
@@ -101,11 +117,36 @@ def _attempt(gang: Gang, member: MemberRecord) -> Attempt:
         "createdAt": member.ordered_at,
         "startedAt": member.started_at,
         "endedAt": member.ended_at,
-        "exit": _process_end(member.exit or member.fenced_exit),
-        "cause": _cause(gang.cause) if is_cause and is_last and gang.cause is not None else None,
+        "exit": process_end(member.exit or member.fenced_exit),
+        "reason": None if reason is None else str(reason),
+        "message": message,
+        "cause": cause_resource(cause) if cause is not None and is_cause else None,
+        "registeredAt": member.registered_at,
+        "arrivedAt": arrived_at,
+        "bootSeconds": None if arrived_at is None else max(0.0, round(arrived_at - member.ordered_at, 3)),
+        "restored": None if chapter is None else chapter.restored,
+        "restoredStep": None if chapter is None else chapter.restored_step,
         "placement": {"machine": member.machine, "address": member.address},
         "cost": None,
     }
+
+
+def _why_it_ended(
+    member: MemberRecord, cause: Failure | None, *, is_victim: bool
+) -> tuple[Reason | None, str]:
+    """Why this life ended; (None, "") while it goes on."""
+    if cause is not None and cause.rank == member.rank:
+        return cause.reason, cause.message
+    if member.succeeded:
+        return Reason.COMPLETED, "It exited 0."
+    if member.exit is not None:
+        what = describe_exit(code=member.exit.code, signal=member.exit.signal)
+        reason = Reason.COMMAND_FAILED if member.exit.signal is None else Reason.COMMAND_KILLED
+        because = f" because of rank {cause.rank}" if cause is not None and is_victim else ""
+        return reason, f"It ended with {what}{because}."
+    if member.settlement is None:
+        return None, ""
+    return member.reason or Reason.EPOCH_ENDED, member.message
 
 
 def _rank_status(member: MemberRecord) -> RankStatus:
@@ -115,7 +156,7 @@ def _rank_status(member: MemberRecord) -> RankStatus:
         "address": member.address,
         "state": _member_state(member),
         "stage": None,
-        "exit": _process_end(member.exit or member.fenced_exit),
+        "exit": process_end(member.exit or member.fenced_exit),
         "lastOutputAt": None,
         "finishedAt": member.ended_at,
     }
@@ -143,6 +184,17 @@ def _conditions(gang: Gang, now: float) -> list[Condition]:
                 "the others still run.",
             }
         )
+    if gang.reclaimed and not gang.state.is_terminal:
+        found.append(
+            {"type": "MachineWantedBack", "message": f"{', '.join(gang.reclaimed)} will be replaced."}
+        )
+    if gang.restarts.total and not gang.state.is_terminal and gang.checkpoint is None:
+        found.append(
+            {
+                "type": "NothingToRestore",
+                "message": "No checkpoint has been committed yet: after a restart the command begins anew.",
+            }
+        )
     found.extend(
         {
             "type": "FenceFailed",
@@ -152,21 +204,3 @@ def _conditions(gang: Gang, now: float) -> list[Condition]:
         if m.settlement is Settlement.FENCE_FAILED
     )
     return found
-
-
-def _process_end(exit_: ProcessExit | None) -> ProcessEnd | None:
-    return None if exit_ is None else {"code": exit_.code, "signal": exit_.signal}
-
-
-def _cause(failure: Failure) -> Cause:
-    return {
-        "rank": failure.rank,
-        "at": failure.at,
-        "reason": str(failure.reason),
-        "message": failure.message,
-        "exit": _process_end(failure.exit),
-        "workerExit": _process_end(failure.evidence.exit),
-        "globalRank": failure.evidence.global_rank,
-        "hint": failure.evidence.hint,
-        "lastLines": list(failure.last_lines),
-    }

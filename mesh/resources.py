@@ -77,6 +77,79 @@ class Cause(TypedDict):
     lastLines: list[str]
 
 
+class RestartCounts(TypedDict):
+    """Restarts that count now, by what they are charged to. Ten healthy minutes bring all of them back to 0."""
+
+    of: int
+    """`recovery.maxAttempts`: how many each kind may come to. Those that are ours to pay for have no limit."""
+    failure: int
+    """The command failed."""
+    loss: int
+    """A machine was lost without notice."""
+    reclaim: int
+    """A machine was wanted back."""
+    ours: int
+    """This program's own fault."""
+    withoutProgress: int
+    """In a row, without a newer checkpoint and without ten healthy minutes."""
+    total: int
+    """Of the whole run; never brought back."""
+
+
+class EpochStatus(TypedDict):
+    """One collective life of the gang."""
+
+    epoch: int
+    beganAt: float
+    """Members were ordered to their machines."""
+    openedAt: float | None
+    """Every rank had arrived at the barrier."""
+    runningAt: float | None
+    """Every rank's command runs."""
+    stoppedAt: float | None
+    """It was decided that this epoch ends."""
+    endedAt: float | None
+    """Every member was proven unable to act."""
+    kept: list[int]
+    """Ranks that had their machine from the epoch before."""
+    replaced: list[int]
+    """Ranks that got another machine for it, or while it assembled."""
+    restored: str | None
+    """The checkpoint that it began from."""
+    restoredStep: int | None
+    cause: Cause | None
+    """What it ended of, when it was not meant to end."""
+    victims: list[int]
+    """Ranks that failed because of the cause."""
+    chargedTo: str | None
+    """Failure, Loss, Reclaim or Ours: what the restart after it was charged to. Null when it was the last one, or
+    its assembly was tried again."""
+    ledSomewhere: bool
+    """What it ran counts: it runs now, it succeeded, or a checkpoint came of it."""
+    lostSeconds: float | None
+    """Of its running time, what came after the checkpoint that was gone on from; null when nothing is known of it."""
+
+
+class CheckpointStatus(TypedDict):
+    """A gang checkpoint that is committed: every rank's part of it is in the checkpoint store."""
+
+    id: str
+    uri: str
+    epoch: int
+    step: int | None
+    bytes: int
+    at: float
+
+
+class Productive(TypedDict):
+    """How much of the time since the run was submitted led somewhere."""
+
+    seconds: float
+    """In which every rank ran, in epochs that led somewhere, without what was lost."""
+    share: float
+    """Of all the time until now, or until the end; from 0 to 1."""
+
+
 class RunMetadata(TypedDict):
     """Who the run is."""
 
@@ -104,6 +177,13 @@ class RunStatus(TypedDict):
     ranks: list[RankStatus]
     conditions: list[Condition]
     cause: Cause | None
+    """Of the last epoch's end."""
+    restarts: RestartCounts
+    epochs: list[EpochStatus]
+    """The story, the current epoch last; the oldest of very many are left out."""
+    checkpoint: CheckpointStatus | None
+    """The newest one that is committed."""
+    productive: Productive
 
 
 class Run(TypedDict):
@@ -130,7 +210,21 @@ class Attempt(TypedDict):
     startedAt: float | None
     endedAt: float | None
     exit: ProcessEnd | None
+    reason: str | None
+    """Why this life ended, in one word; null while it goes on."""
+    message: str
+    """The same in a sentence."""
     cause: Cause | None
+    """When this rank is what its epoch ended of."""
+    registeredAt: float | None
+    """It took its lease."""
+    arrivedAt: float | None
+    """It was prepared, and at the barrier."""
+    bootSeconds: float | None
+    """From the order to the barrier, what it restored included."""
+    restored: str | None
+    """The checkpoint that its epoch began from."""
+    restoredStep: int | None
     placement: dict[str, Any]
     cost: float | None
 
@@ -144,7 +238,7 @@ class Machine(TypedDict):
     gpus: dict[str, Any]
     """`{"type": "H100" | null, "count": 8}`."""
     state: str
-    """Ready, InUse or Lost."""
+    """Ready, InUse, Leaving (it is wanted back: nobody gets it any more) or Lost."""
     run: str | None
 
 
@@ -216,11 +310,29 @@ class DeploymentStatus(TypedDict):
     version: str
     local: bool
     machines: dict[str, int]
-    """How many machines are in which state: `{"Ready": 2, "InUse": 0, "Lost": 0}`."""
+    """How many machines are in which state: `{"Ready": 2, "InUse": 0, "Leaving": 0, "Lost": 0}`."""
     runs: dict[str, int]
     """How many runs are in which state; states without a run are left out."""
     details: dict[str, Any]
     """What else the deployment says about itself."""
+
+
+class Harm(TypedDict):
+    """A fault that was done to one rank on purpose (`mesh chaos`)."""
+
+    run: str
+    kind: str
+    """LoseMachine, KillRank, Freeze or Cut."""
+    rank: int
+    epoch: int
+    """In which it was done."""
+    machine: str
+    at: float
+    seconds: float | None
+    """After which it is undone; null for what is not undone."""
+    oneWay: bool
+    message: str
+    """What was done, in a sentence; the same is among the run's events."""
 
 
 class VersionInfo(TypedDict):

@@ -87,6 +87,7 @@ class Assembling(Seats):
                 replaced=tuple(r for r in sorted(seats) if r in had and r not in kept),
                 restored=None if checkpoint is None else checkpoint.id,
                 restored_step=None if checkpoint is None else checkpoint.step,
+                restored_at=None if checkpoint is None else checkpoint.at,
             )
         )
         del gang.history[:-CHAPTERS_KEPT_MAX]

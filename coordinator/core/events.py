@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank
 from mesh.messages import MemberReport
 from mesh.reasons import Reason
 
@@ -134,13 +134,6 @@ class MemberVanished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSuspected:
-    """The connection that carries the member's lease closed. A suspicion: its lease still counts down."""
-
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRevoked:
     """The store refuses this incarnation from now on, unless `has_passed`: the barrier had opened for it before."""
 
@@ -171,6 +164,14 @@ class ResumeRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRehearsed:
+    """Somebody does this rank harm on purpose, now; what comes of it is heard as of any other fault."""
+
+    rank: Rank
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorRecovered:
     """This core was read back from the journal after a crash: what was under way may not have happened."""
 
@@ -197,6 +198,7 @@ GangEvent = (
     | CancelRequested
     | SuspendRequested
     | ResumeRequested
+    | FaultRehearsed
     | CoordinatorRecovered
     | TimePassed
     | MemberReport

@@ -34,6 +34,7 @@ from coordinator.core.events import (
     BarrierOpened,
     CancelRequested,
     CoordinatorRecovered,
+    FaultRehearsed,
     GangEvent,
     LeaseGone,
     LeaseLapsed,
@@ -217,6 +218,11 @@ class GangCore(Ending):
         self._announce("Resumed", event.message)
         self._want_all()
 
+    def _on_fault_rehearsed(self, event: FaultRehearsed) -> None:
+        """So that the story tells a rehearsed fault from a real one."""
+        if not self.gang.state.is_terminal:
+            self._announce("Rehearsed", event.message, rank=event.rank)
+
     # ---- what comes after an epoch ----------------------------------------------------------------
 
     def _conclude_if_settled(self) -> None:
@@ -385,6 +391,7 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     CancelRequested: GangCore._on_cancel_requested,
     SuspendRequested: GangCore._on_suspend_requested,
     ResumeRequested: GangCore._on_resume_requested,
+    FaultRehearsed: GangCore._on_fault_rehearsed,
     TimePassed: GangCore._on_time_passed,
     MemberFenced: GangCore._on_member_fenced,
     MemberFenceFailed: GangCore._on_member_fence_failed,

@@ -222,6 +222,8 @@ class Chapter:
     restored: str | None = None
     """The checkpoint that it began from."""
     restored_step: int | None = None
+    restored_at: float | None = None
+    """When that checkpoint was committed: what ran after it is lost."""
     cause: Failure | None = None
     victims: tuple[Rank, ...] = ()
     """Ranks that failed because of the cause."""

@@ -1,14 +1,16 @@
 """An in-memory `CoordinatorService` and `LogReader`, for tests of the API, the client and the CLI.
 
 Runs live through the usual states on their own, driven by a script in their command: `["script", STEP, …]`, the same on
-every rank unless a step starts with `R=` for rank R only. Steps:
+every rank and in every epoch unless a step starts with `R=` for rank R only, or `@E:` for epoch E only (`1=@2:exit:0`).
+Steps:
 
     say:TEXT  err:TEXT      a line on stdout, stderr
     part:TEXT               a preview of an unfinished line
     sleep:SECONDS           of real time
     flood:N                 N lines of 100 characters
+    checkpoint:STEP         a gang checkpoint is committed
     exit:CODE  signal:N     the rank ends
-    hang                    until it is cancelled
+    hang                    until it is stopped
     stubborn:SECONDS        it takes so long to stop the run when it is cancelled
 
 Anything else runs as `exit:0`. `tests/contract/test_service.py` holds it to what every implementation does.
@@ -18,18 +20,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mesh.errors import ConflictError, NotFoundError, SpecError, TransportError
-from mesh.ids import new_run_uid
+from mesh.errors import ConflictError, NotFoundError, TransportError
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
+from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 from mesh.selectors import attempt_labels, run_labels
+from mesh.states import FailurePolicy
+from tests.fakes.service_logs import FakeLogs
+from tests.fakes.service_runs import FakeRun, steps_of
 
-EPOCH = 1
+LOOK_S = 0.02
+_KINDS = {"loss": "Loss", "reclaim": "Reclaim", "failure": "Failure"}
 
 
 class FakeService:
@@ -37,17 +41,17 @@ class FakeService:
 
     def __init__(self, *, machines: int = 2, gpu_type: str | None = None, gpu_count: int = 0) -> None:
         self.outage = False
+        self.allows_chaos = True
         self.calls: list[str] = []
-        self.logs = FakeLogs(self)
+        self.logs = FakeLogs()
         self._gpus = {"type": gpu_type, "count": gpu_count}
         self._machines = machines
-        self._runs: dict[str, dict[str, Any]] = {}
-        self._plans: dict[str, RunPlan] = {}
-        self._requests: dict[str, str] = {}
-        self._deleted: dict[str, dict[str, Any]] = {}
+        self._leaving: set[str] = set()
+        self._lost: set[str] = set()
+        self._runs: dict[str, FakeRun] = {}
+        self._requests: dict[str, FakeRun] = {}
         self._events: list[Event] = []
         self._news = asyncio.Condition()
-        self._cancelled: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def stop(self) -> None:
@@ -57,7 +61,7 @@ class FakeService:
 
     async def grow(self, count: int) -> list[Machine]:
         """As `coordinator.api.service.Grow`."""
-        self._machines = max(self._machines, count)
+        self._machines = max(self._machines, count + len(self._lost))
         return await self.list_machines()
 
     def _enter(self, call: str) -> None:
@@ -68,9 +72,7 @@ class FakeService:
     async def submit(self, job: dict[str, Any], plan: dict[str, Any], request_id: str | None) -> Run:
         self._enter("submit")
         if request_id is not None and request_id in self._requests:
-            uid = self._requests[request_id]
-            known = [run for run in self._runs.values() if run["metadata"]["uid"] == uid]
-            return (known or [self._deleted[uid]])[0]  # type: ignore[return-value]
+            return self._requests[request_id].resource  # type: ignore[return-value]
         run_plan = RunPlan.from_record(plan)
         if run_plan.name in self._runs:
             raise ConflictError(
@@ -78,75 +80,142 @@ class FakeService:
                 reason=Reason.ALREADY_EXISTS,
                 run=run_plan.name,
             )
-        run = _new_run(job, run_plan)
-        uid = run["metadata"]["uid"]
+        run = FakeRun(job, run_plan)
         self._runs[run_plan.name] = run
-        self._plans[uid] = run_plan
-        self._cancelled[uid] = asyncio.Event()
         if request_id is not None:
-            self._requests[request_id] = uid
+            self._requests[request_id] = run
         await self._tell(run, "Submitted", "The run was accepted.")
-        task = asyncio.create_task(self._live(run, run_plan))
+        task = asyncio.create_task(self._live(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return run  # type: ignore[return-value]
+        return run.resource  # type: ignore[return-value]
 
     async def get_run(self, name: str) -> Run:
         self._enter("get_run")
-        return self._find(name)  # type: ignore[return-value]
+        return self._find(name).resource  # type: ignore[return-value]
 
-    def _find(self, name: str) -> dict[str, Any]:
+    def _find(self, name: str) -> FakeRun:
         if name not in self._runs:
             raise NotFoundError(f"There is no run named {name}.", hint="See them all: mesh get runs")
         return self._runs[name]
 
     async def list_runs(self, labels: Mapping[str, str]) -> list[Run]:
         self._enter("list_runs")
-        return [run for run in self._runs.values() if _has(run_labels(run), labels)]  # type: ignore[misc]
+        runs = [run.resource for run in self._runs.values()]
+        return [run for run in runs if _has(run_labels(run), labels)]  # type: ignore[misc]
 
     async def cancel(self, name: str, reason: str) -> Run:
         self._enter(f"cancel:{reason}")
         run = self._find(name)
-        event = self._cancelled[run["metadata"]["uid"]]
-        if not event.is_set() and run["status"]["endedAt"] is None:
-            run["status"]["reason"] = reason or str(Reason.CANCELLED)
-            event.set()
-        return run  # type: ignore[return-value]
+        if not run.is_cancelled and not run.has_ended:
+            run.is_cancelled = True
+            run.wishes.put_nowait(("cancel", reason or str(Reason.CANCELLED)))
+        return run.resource  # type: ignore[return-value]
+
+    async def suspend(self, name: str) -> Run:
+        self._enter("suspend")
+        run = self._find(name)
+        if run.has_ended:
+            raise ConflictError(f"Run '{name}' is {run.status['state']}.")
+        if run.status["state"] != "Suspended":
+            run.wishes.put_nowait(("suspend", None))
+        return run.resource  # type: ignore[return-value]
+
+    async def resume(self, name: str) -> Run:
+        self._enter("resume")
+        run = self._find(name)
+        if run.status["state"] != "Suspended":
+            raise ConflictError(f"Run '{name}' is {run.status['state']}.")
+        run.status.update(state="Pending", reason=None, message="Waiting for machines.")
+        await self.logs.go_on(run.uid)
+        await self._tell(run, "Resumed", "Resumed by a user.")
+        run.wishes.put_nowait(("resume", None))
+        return run.resource  # type: ignore[return-value]
 
     async def delete(self, name: str) -> None:
         self._enter("delete")
         run = self._find(name)
-        if run["status"]["endedAt"] is None:
+        if not run.has_ended:
             raise ConflictError(
-                f"Run {name} is {run['status']['state']}.", hint=f"Stop it first: mesh cancel {name}"
+                f"Run {name} is {run.status['state']}.", hint=f"Stop it first: mesh cancel {name}"
             )
         del self._runs[name]
-        self._deleted[run["metadata"]["uid"]] = run
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         self._enter("list_attempts")
-        attempts = [_attempt(run, rank) for run in self._runs.values() for rank in run["status"]["ranks"]]
+        attempts = [attempt for run in self._runs.values() for attempt in run.attempts()]
         return [attempt for attempt in attempts if _has(attempt_labels(attempt), labels)]
 
     async def list_machines(self) -> list[Machine]:
         self._enter("list_machines")
-        return [
-            {
-                "name": f"m{index}",
-                "address": f"127.0.1.{index + 1}",
-                "labels": {"provider": "local", "region": "here"},
-                "gpus": dict(self._gpus),
-                "state": "Ready",
-                "run": None,
-            }
-            for index in range(self._machines)
-        ]
+        return [self._machine(index) for index in range(self._machines)]
+
+    def _machine(self, index: int) -> Machine:
+        name = f"m{index}"
+        user = next((r.name for r in self._runs.values() if name in self._held_by(r)), None)
+        state = "InUse" if user else "Ready"
+        if name in self._leaving:
+            state = "Leaving"
+        return {
+            "name": name,
+            "address": f"127.0.1.{index + 1}",
+            "labels": {"provider": "local", "region": "here"},
+            "gpus": dict(self._gpus),
+            "state": "Lost" if name in self._lost else state,
+            "run": user,
+        }
+
+    @staticmethod
+    def _held_by(run: FakeRun) -> set[str]:
+        rests = run.has_ended or run.status["state"] in ("Pending", "Suspended")
+        return set() if rests else set(run.machines.values())
+
+    async def reclaim(self, machine: str, grace_s: float, message: str) -> Machine:
+        self._enter("reclaim")
+        index = next((i for i in range(self._machines) if f"m{i}" == machine), None)
+        if index is None:
+            raise NotFoundError(f"There is no machine named '{machine}'.")
+        self._leaving.add(machine)
+        for run in self._runs.values():
+            for rank, place in run.machines.items():
+                if place == machine and not run.has_ended:
+                    said = f"Rank {rank}: {machine} is wanted back in {grace_s:g} s. {message}"
+                    await self._tell(run, "Reclaimed", said.rstrip(), rank)
+                    run.wishes.put_nowait(("reclaim", rank))
+        return self._machine(index)
+
+    async def chaos(
+        self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool, planned: str
+    ) -> Harm:
+        self._enter("chaos")
+        run = self._find(name)
+        if not self.allows_chaos:
+            raise ConflictError("This deployment allows no rehearsals.", reason=Reason.FORBIDDEN)
+        if run.status["state"] != "Running":
+            raise ConflictError(f"Run '{name}' is {run.status['state']}.")
+        if rank not in run.machines:
+            raise NotFoundError(f"Run '{name}' has no rank {rank}.")
+        message = f"A rehearsed fault: {kind} of rank {rank} on {run.machines[rank]}."
+        harm: Harm = {
+            "run": name,
+            "kind": kind,
+            "rank": rank,
+            "epoch": run.status["epoch"],
+            "machine": run.machines[rank],
+            "at": time.time(),
+            "seconds": seconds,
+            "oneWay": one_way,
+            "message": message,
+        }
+        await self._tell(run, "Rehearsed", message, rank)
+        run.wishes.put_nowait(("kill" if kind == "KillRank" else "loss", rank))
+        return harm
 
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
         self._enter("events")
 
         def found() -> list[Event]:
-            uid = self._runs[run]["metadata"]["uid"] if run in self._runs else run
+            uid = self._runs[run].uid if run in self._runs else run
             chosen = [e for e in self._events[after:] if run is None or e["uid"] == uid]
             return chosen[:limit]
 
@@ -162,27 +231,30 @@ class FakeService:
         self._enter("status")
         runs: dict[str, int] = {}
         for run in self._runs.values():
-            runs[run["status"]["state"]] = runs.get(run["status"]["state"], 0) + 1
+            runs[run.status["state"]] = runs.get(run.status["state"], 0) + 1
+        machines = {"Ready": 0, "InUse": 0, "Leaving": 0, "Lost": 0}
+        for index in range(self._machines):
+            machines[self._machine(index)["state"]] += 1
         return {
             "state": "Ready",
             "version": "fake",
             "local": True,
-            "machines": {"Ready": self._machines, "InUse": 0, "Lost": 0},
+            "machines": machines,
             "runs": runs,
             "details": {},
         }
 
     # -- the life of a run ---------------------------------------------------------------------------------------------
 
-    async def _tell(self, run: dict[str, Any], kind: str, message: str, rank: int | None = None) -> None:
+    async def _tell(self, run: FakeRun, kind: str, message: str, rank: int | None = None) -> None:
         async with self._news:
             self._events.append(
                 {
                     "seq": len(self._events) + 1,
                     "at": time.time(),
-                    "run": run["metadata"]["name"],
-                    "uid": run["metadata"]["uid"],
-                    "epoch": run["status"]["epoch"],
+                    "run": run.name,
+                    "uid": run.uid,
+                    "epoch": run.status["epoch"],
                     "rank": rank,
                     "kind": kind,
                     "reason": None,
@@ -191,256 +263,154 @@ class FakeService:
             )
             self._news.notify_all()
 
-    async def _live(self, run: dict[str, Any], plan: RunPlan) -> None:
-        status, uid = run["status"], run["metadata"]["uid"]
-        status.update(state="Assembling", epoch=EPOCH, message="Members are on their way.")
-        status["ranks"] = [_rank(rank) for rank in range(plan.nodes)]
-        for rank in range(plan.nodes):
-            status["ranks"][rank]["state"] = "AtBarrier"
-            status["barrier"]["arrived"] = rank + 1
-            await self._tell(run, "Arrived", f"Rank {rank} is at the barrier.", rank)
-        status.update(state="Running", startedAt=time.time(), message="")
-        await self._tell(run, "Running", "Every rank runs.")
-        ranks = [asyncio.create_task(self._rank_life(run, plan, rank)) for rank in range(plan.nodes)]
-        cancelled = asyncio.create_task(self._cancelled[uid].wait())
-        try:
-            await self._until_decided(ranks, cancelled)
-            if cancelled.done():
-                stubborn = [step for step in plan.command if step.startswith("stubborn:")]
+    async def _live(self, run: FakeRun) -> None:
+        avoid: dict[int, str] = {}
+        while not run.has_ended:
+            run.begin_epoch(await self._place(run, avoid))
+            avoid = {}
+            what, value = await self._epoch(run)
+            if what == "cancel":
+                stubborn = [step for step in run.plan.command if step.startswith("stubborn:")]
                 await asyncio.sleep(sum(float(step.partition(":")[2]) for step in stubborn))
-            await self._end(run, plan, cancelled.done())
-        finally:
-            for task in [*ranks, cancelled]:
-                task.cancel()
-            await asyncio.wait([*ranks, cancelled])
-        await self.logs.end(uid)
+                await self._cancelled(run, value)
+            elif what == "suspend":
+                await self._suspended(run)
+            elif what in _KINDS:
+                await self._fail_or_restart(run, what, value)
+                if what != "failure":
+                    avoid = {value: run.machines[value]}
+            else:
+                run.stop_epoch("Completed", "It exited 0.")
+                run.chapter["stoppedAt"] = None
+                await self._end(run, "Succeeded", 0, "Completed", "Every rank exited 0.")
+        await self.logs.end(run.uid)
 
-    async def _until_decided(self, ranks: list[asyncio.Task[bool]], cancelled: asyncio.Task[bool]) -> None:
+    async def _place(self, run: FakeRun, avoid: Mapping[int, str]) -> dict[int, str]:
+        """A machine for every rank: the one it had, unless that is to be avoided."""
+        while True:
+            usable = [f"m{i}" for i in range(self._machines) if f"m{i}" not in self._leaving | self._lost]
+            places = {r: m for r, m in run.machines.items() if r not in avoid and m in usable}
+            free = [m for m in usable if m not in (*places.values(), *avoid.values())]
+            vacant = [rank for rank in range(run.plan.nodes) if rank not in places]
+            if len(free) >= len(vacant):
+                return dict(sorted({**places, **dict(zip(vacant, free, strict=False))}.items()))
+            await asyncio.sleep(LOOK_S)
+
+    async def _epoch(self, run: FakeRun) -> tuple[str, Any]:
+        """From the barrier to the first thing that the epoch ends of."""
+        for rank in range(run.plan.nodes):
+            run.arrive(rank)
+            await self._tell(run, "Arrived", f"Rank {rank} is at the barrier.", rank)
+        run.run_on()
+        await self._tell(run, "Running", "Every rank runs.")
+        ranks = {asyncio.create_task(self._rank_life(run, r)): r for r in range(run.plan.nodes)}
+        wish = asyncio.create_task(run.wishes.get())
         pending = set(ranks)
-        while pending and not cancelled.done():
-            done, _ = await asyncio.wait({*pending, cancelled}, return_when=asyncio.FIRST_COMPLETED)
-            pending -= done
-            if any(task is not cancelled and not task.result() for task in done):
-                return
+        try:
+            while pending:
+                done, _ = await asyncio.wait({*pending, wish}, return_when=asyncio.FIRST_COMPLETED)
+                failed = [ranks[task] for task in done & pending if not task.result()]
+                if failed:
+                    return "failure", failed[0]
+                pending -= done
+                if wish in done and wish.result()[0] == "kill":
+                    rank = wish.result()[1]
+                    self._exit(run, rank, {"code": None, "signal": 9})
+                    return "failure", rank
+                if wish in done:
+                    return wish.result()  # type: ignore[return-value]
+            return "success", None
+        finally:
+            for task in [*ranks, wish]:
+                task.cancel()
+            await asyncio.wait([*ranks, wish])
 
-    async def _rank_life(self, run: dict[str, Any], plan: RunPlan, rank: int) -> bool:
-        state = run["status"]["ranks"][rank]
+    async def _rank_life(self, run: FakeRun, rank: int) -> bool:
+        state = run.status["ranks"][rank]
         state["state"] = "Running"
-        steps = plan.command[1:] if plan.command[0] == "script" else ()
         end: dict[str, int | None] = {"code": 0, "signal": None}
-        for step in steps:
-            verb, _, value = _for_rank(step, rank).partition(":")
+        for step in steps_of(run.plan, rank, run.status["epoch"]):
+            verb, _, value = step.partition(":")
             if verb == "sleep":
                 await asyncio.sleep(float(value))
             elif verb == "hang":
                 await asyncio.Event().wait()
             elif verb in ("say", "err", "part"):
-                await self.logs.add(run, rank, verb, value)
+                await self.logs.add(run.resource, rank, verb, value)
                 state["lastOutputAt"] = time.time()
             elif verb == "flood":
                 for number in range(int(value)):
-                    await self.logs.add(run, rank, "say", f"{number:0100d}")
+                    await self.logs.add(run.resource, rank, "say", f"{number:0100d}")
+            elif verb == "checkpoint":
+                run.save(int(value))
+                await self._tell(run, "Checkpointed", f"Step {value} is committed.")
             elif verb in ("exit", "signal"):
                 key = {"exit": "code", "signal": "signal"}[verb]
                 end = {"code": None, "signal": None, key: int(value)}
                 break
-        state.update(state="Exited", exit=end, finishedAt=time.time())
+        self._exit(run, rank, end)
         await self._tell(run, "Exited", f"Rank {rank} ended.", rank)
         return end["code"] == 0
 
-    async def _end(self, run: dict[str, Any], plan: RunPlan, is_cancelled: bool) -> None:
-        status = run["status"]
-        for rank in status["ranks"]:
-            if rank["exit"] is None:
-                rank.update(state="Fenced", exit={"code": None, "signal": 15}, finishedAt=time.time())
-        failed = [r for r in status["ranks"] if r["state"] == "Exited" and r["exit"]["code"] != 0]
-        status["endedAt"] = time.time()
-        if is_cancelled:
-            status.update(state="Cancelled", exitCode=130, message="Cancelled by a user.")
-        elif failed:
-            status.update(_failure(failed[0]))
-        else:
-            status.update(state="Succeeded", exitCode=0, reason="Completed", message="Every rank exited 0.")
-        await self._tell(run, status["state"], status["message"])
+    @staticmethod
+    def _exit(run: FakeRun, rank: int, end: dict[str, int | None]) -> None:
+        run.status["ranks"][rank].update(state="Exited", exit=end, finishedAt=time.time())
 
+    async def _fail_or_restart(self, run: FakeRun, kind: str, rank: int) -> None:
+        machine = run.machines[rank]
+        reason, message = _told(run, kind, rank)
+        if kind == "loss":
+            self._lost.add(machine)
+            await self._tell(run, "MemberLost", message, rank)
+            run.status["ranks"][rank].update(state="Lost", finishedAt=time.time())
+        run.blame(rank, reason, message)
+        run.stop_epoch("EpochEnded", message)
+        restarts = run.status["restarts"]
+        may_restart = kind != "failure" or run.plan.on_process_failure is not FailurePolicy.FAIL
+        if not may_restart or restarts[kind] >= restarts["of"]:
+            state = run.status["ranks"][rank]["exit"] or {"code": 1, "signal": None}
+            code = state["code"] if state["signal"] is None else 128 + state["signal"]
+            await self._end(run, "Failed", code, reason, message)
+            return
+        restarts[kind] += 1
+        restarts["total"] += 1
+        restarts["withoutProgress"] += 1
+        run.chapter["chargedTo"] = _KINDS[kind]
+        run.status.update(state="Pending", reason=reason, message=message)
+        await self._tell(run, "Restarting", f"Restart {restarts[kind]} of {restarts['of']}: {message}", rank)
 
-class FakeLogs:
-    """What the runs of a `FakeService` printed. A cursor is the number of the line behind it."""
-
-    def __init__(self, service: FakeService) -> None:
-        self._service = service
-        self._lines: dict[str, list[dict[str, Any]]] = {}
-        self._whole: Counter[str] = Counter()
-        self._ended: set[str] = set()
-        self._news = asyncio.Condition()
-
-    async def add(self, run: dict[str, Any], rank: int, verb: str, text: str) -> None:
-        uid = run["metadata"]["uid"]
-        lines = self._lines.setdefault(uid, [])
-        async with self._news:
-            is_partial = verb == "part"
-            self._whole[uid] += not is_partial
-            lines.append(
-                {
-                    "cursor": str(self._whole[uid]),
-                    "at": time.time(),
-                    "rank": rank,
-                    "epoch": EPOCH,
-                    "stream": "stderr" if verb == "err" else "stdout",
-                    "text": text,
-                    "partial": is_partial,
-                    "continued": False,
-                }
-            )
-            self._news.notify_all()
-
-    async def end(self, uid: str) -> None:
-        async with self._news:
-            self._ended.add(uid)
-            self._news.notify_all()
-
-    async def lines(
-        self,
-        uid: str,
-        *,
-        rank: int | None = None,
-        epoch: int | None = None,
-        tail: int | None = None,
-        cursor: str | None = None,
-        follow: bool = False,
-    ) -> AsyncIterator[dict[str, Any]]:
-        if cursor is not None and not cursor.isdigit():
-            raise SpecError(f"{cursor!r} is no cursor.", field="cursor")
-        known = self._lines.setdefault(uid, [])
-        matching = [n for n, line in enumerate(known) if _is_of(line, rank, epoch) and not line["partial"]]
-        position = len(known) if tail == 0 else matching[-tail] if tail and len(matching) >= tail else 0
-        behind = int(cursor or 0)
+    async def _suspended(self, run: FakeRun) -> None:
+        run.stop_epoch("Suspended", "Suspended by a user.")
+        run.status.update(state="Suspended", reason="Suspended", message="Suspended by a user.")
+        await self._tell(run, "Suspended", "Suspended by a user.")
+        await self.logs.end(run.uid)
         while True:
-            while position < len(known):
-                line = known[position]
-                position += 1
-                if _is_of(line, rank, epoch) and int(line["cursor"]) + line["partial"] > behind:
-                    yield line
-            async with self._news:
-                if not follow or (uid in self._ended and position == len(known)):
-                    return
-                if position == len(known):
-                    await self._news.wait()
+            what, value = await run.wishes.get()
+            if what == "cancel":
+                await self._cancelled(run, value)
+            if what in ("cancel", "resume"):
+                return
 
-    async def raw(self, uid: str, rank: int, epoch: int) -> AsyncIterator[bytes]:
-        lines = [
-            line for line in self._lines.get(uid, []) if _is_of(line, rank, epoch) and not line["partial"]
-        ]
-        if not lines:
-            raise NotFoundError(f"Rank {rank} printed nothing in epoch {epoch}.", rank=rank, epoch=epoch)
-        for line in lines:
-            yield line["text"].encode("utf-8", "surrogateescape") + b"\n"
+    async def _cancelled(self, run: FakeRun, reason: str) -> None:
+        run.stop_epoch(reason, "Cancelled by a user.")
+        await self._end(run, "Cancelled", 130, reason, "Cancelled by a user.")
 
-    async def last_output_at(self, uid: str) -> dict[int, float]:
-        return {line["rank"]: line["at"] for line in self._lines.get(uid, [])}
-
-    async def delete(self, uid: str) -> None:
-        self._lines.pop(uid, None)
+    async def _end(self, run: FakeRun, state: str, code: int, reason: str, message: str) -> None:
+        run.status.update(state=state, exitCode=code, reason=reason, message=message, endedAt=time.time())
+        await self._tell(run, state, message)
 
 
-def _new_run(job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
-    return {
-        "apiVersion": "nodus.dev/v1",
-        "kind": "Job",
-        "metadata": {
-            "name": plan.name,
-            "uid": new_run_uid(),
-            "labels": dict(plan.labels),
-            "createdAt": time.time(),
-        },
-        "spec": job["spec"],
-        "status": {
-            "state": "Pending",
-            "reason": None,
-            "message": "Waiting for machines.",
-            "epoch": 0,
-            "exitCode": None,
-            "topology": {
-                "nodes": plan.nodes,
-                "gpusPerNode": plan.gpus_per_node,
-                "processesPerNode": plan.processes_per_node,
-                "worldSize": plan.nodes * plan.processes_per_node,
-            },
-            "barrier": {"arrived": 0, "of": plan.nodes},
-            "startedAt": None,
-            "endedAt": None,
-            "ranks": [],
-            "conditions": [],
-            "cause": None,
-        },
-    }
-
-
-def _rank(rank: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "machine": f"m{rank}",
-        "address": f"127.0.1.{rank + 1}",
-        "state": "Ordered",
-        "stage": None,
-        "exit": None,
-        "lastOutputAt": None,
-        "finishedAt": None,
-    }
-
-
-def _failure(rank: dict[str, Any]) -> dict[str, Any]:
-    number = rank["exit"]["signal"]
-    code = rank["exit"]["code"] if number is None else 128 + number
-    message = f"Rank {rank['rank']} on {rank['machine']} ended with exit code {code}."
-    return {
-        "state": "Failed",
-        "reason": "CommandFailed" if number is None else "CommandKilled",
-        "message": message,
-        "exitCode": code,
-        "cause": {
-            "rank": rank["rank"],
-            "at": rank["finishedAt"],
-            "reason": "CommandFailed",
-            "message": message,
-            "exit": rank["exit"],
-            "workerExit": None,
-            "globalRank": None,
-            "hint": "",
-            "lastLines": ["the last line"],
-        },
-    }
-
-
-def _attempt(run: dict[str, Any], rank: dict[str, Any]) -> Attempt:
-    return {
-        "run": run["metadata"]["name"],
-        "uid": run["metadata"]["uid"],
-        "rank": rank["rank"],
-        "epoch": EPOCH,
-        "machine": rank["machine"],
-        "state": rank["state"],
-        "labels": {"nodus.dev/job": run["metadata"]["name"], "nodus.dev/rank": str(rank["rank"])},
-        "createdAt": run["metadata"]["createdAt"],
-        "startedAt": run["status"]["startedAt"],
-        "endedAt": rank["finishedAt"],
-        "exit": rank["exit"],
-        "cause": None,
-        "placement": {"machine": rank["machine"], "address": rank["address"]},
-        "cost": None,
-    }
+def _told(run: FakeRun, kind: str, rank: int) -> tuple[str, str]:
+    """Reason and sentence."""
+    machine, end = run.machines[rank], run.status["ranks"][rank]["exit"]
+    if kind == "loss":
+        return "MachineLost", f"Rank {rank}: {machine} was lost (its lease ran out)."
+    if kind == "reclaim":
+        return "MachineReclaimed", f"Rank {rank}: {machine} was wanted back."
+    code = end["code"] if end["signal"] is None else 128 + end["signal"]
+    reason = "CommandFailed" if end["signal"] is None else "CommandKilled"
+    return reason, f"Rank {rank} on {machine} ended with exit code {code}."
 
 
 def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in wanted.items())
-
-
-def _is_of(line: dict[str, Any], rank: int | None, epoch: int | None) -> bool:
-    return rank in (None, line["rank"]) and epoch in (None, line["epoch"])
-
-
-def _for_rank(step: str, rank: int) -> str:
-    prefix, equals, rest = step.partition("=")
-    if equals and prefix.isdigit():
-        return rest if int(prefix) == rank else ""
-    return step
