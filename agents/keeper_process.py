@@ -27,6 +27,7 @@ import agents.keeper
 import mesh
 from agents.core import events as ev
 from agents.line_process import LineProcess
+from agents.signing_in import SERVES_VARIABLE
 from mesh.errors import RemoteProtocolError
 from mesh.messages import JoinOrder
 from mesh.reasons import Reason
@@ -81,7 +82,8 @@ class KeeperProcess:
         """Starts it. A keeper that cannot be started is a refused lease."""
         order = self._order
         try:
-            self._process = await LineProcess.start_detached(keeper_command(), env=keeper_environment())
+            env = {**keeper_environment(), SERVES_VARIABLE: str(order.incarnation)}
+            self._process = await LineProcess.start_detached(keeper_command(), env=env)
         except OSError as error:
             self._end(Reason.PREPARATION_FAILED, f"The keeper could not be started: {error}.")
             return

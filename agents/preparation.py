@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agents import machine, process_tree
 from agents.core.events import Arrival
+from agents.signing_in import sign_in
 from mesh.errors import ConflictError, StorageError
 from mesh.ids import Incarnation, RunUid
 from mesh.reasons import Reason
@@ -86,6 +89,12 @@ def prepare(incarnation: Incarnation, *, machine_dir: Path, address: str) -> Pre
         )
     for folder in (folders.state, folders.life, folders.spool):
         _make(folder)
+    with _storage_errors(folders.life):
+        is_open = sign_in(folders.life)
+    if not is_open:
+        raise ConflictError(
+            f"Rank {incarnation.rank} was given up on this machine.", reason=Reason.PREPARATION_FAILED
+        )
     port = machine.reserve_port() if incarnation.rank == 0 else None
     arrival = Arrival(
         address=address,
@@ -96,8 +105,14 @@ def prepare(incarnation: Incarnation, *, machine_dir: Path, address: str) -> Pre
 
 
 def _make(folder: Path) -> None:
-    try:
+    with _storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StorageError(

@@ -4,15 +4,12 @@ It is for a machine whose agent nobody can rely on any more: dead, frozen, or cu
 may be simulated on one host, so a run's name is not enough: what is swept are the lives that began on this machine.
 
 How they are found: each life has its folder (`agents.preparation`), in which the processes that could still start
-something have signed in (the member's agent, its launcher); what they started to serve it bears its name in
-GANGMESH_SERVES (the keeper, the supervisor), and so do the command's own processes in NODUS_INCARNATION.
+something have signed in (`agents.signing_in`: the member's agent, its launcher); what they started to serve it bears
+its name in GANGMESH_SERVES (the keeper, the supervisor), and the command's own processes in NODUS_INCARNATION.
 
 Rules of this file:
-1. Nothing begins behind the sweep's back: it closes a life (a mark in its folder) before it looks who has signed in,
-   and who signs in looks for the mark afterwards. One of the two sees the other.
-2. It ends the lives that were there when it began, and no later ones.
-3. A pid is a process only together with its start time.
-4. Blocking: call it in a thread or a process of its own.
+1. It ends the lives that were there when it began, and no later ones.
+2. Blocking: call it in a thread or a process of its own.
 """
 
 from __future__ import annotations
@@ -22,26 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agents import control_group, process_tree
+from agents.machine_folder import machine_folder
+from agents.preparation import remove_run
+from agents.signing_in import SERVES_VARIABLE, close, signed_in
 from agents.supervisor_protocol import INCARNATION_VARIABLE
 from mesh.ids import Incarnation, RunUid
 
-SERVES_VARIABLE = "GANGMESH_SERVES"
 _STATE_VARIABLE = "NODUS_STATE_DIR"
-_SIGNED_IN = "processes"
-_CLOSED = "closed"
-
-
-def sign_in(life: Path) -> bool:
-    """Notes this process in the folder of a life that it is about to serve. False: that life is over.
-
-    Raises OSError when it cannot be noted.
-    """
-    folder = life / _SIGNED_IN
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    me = process_tree.read_process(os.getpid())
-    assert me is not None
-    (folder / f"{me.pid}-{me.started}").touch()
-    return not (life / _CLOSED).exists()
 
 
 def sweep_run(uid: RunUid, *, machine_dir: Path, limit_s: float) -> list[str]:
@@ -49,15 +33,25 @@ def sweep_run(uid: RunUid, *, machine_dir: Path, limit_s: float) -> list[str]:
     run_dir = machine_dir / "runs" / uid
     lives = dict(_lives(uid, run_dir))
     for life in lives.values():
-        (life / _CLOSED).touch()
+        close(life)
     names = {*map(str, lives), *_names_in_environments(uid, run_dir)}
     remains = []
     for name in sorted(names):
         folder = lives.get(Incarnation.parse(name))
-        roots = [*_serving(name), *(_signed_in(folder) if folder else ())]
+        roots = [*_serving(name), *(signed_in(folder) if folder else ())]
         outcome = process_tree.kill_incarnation(name, roots=roots, limit_s=limit_s)
         remains += [f"process {pid} ({process_tree.executable_name(pid)})" for pid in outcome.remaining]
     return remains
+
+
+def sweep_here(machines_dir: str, machine: str, uid: RunUid, limit_s: float) -> list[str]:
+    """`sweep_run` as Ray runs it on the machine."""
+    return sweep_run(uid, machine_dir=machine_folder(machines_dir, machine), limit_s=limit_s)
+
+
+def remove_run_here(machines_dir: str, machine: str, uid: RunUid) -> None:
+    """`remove_run` as Ray runs it on the machine."""
+    remove_run(uid, machine_dir=machine_folder(machines_dir, machine))
 
 
 def _lives(uid: RunUid, run_dir: Path) -> Iterator[tuple[Incarnation, Path]]:
@@ -93,14 +87,4 @@ def _environments() -> dict[int, dict[bytes, bytes]]:
         block = control_group.read_bytes(f"/proc/{pid}/environ")
         if b"NODUS_" in block or SERVES_VARIABLE.encode() in block:
             found[pid] = dict(entry.split(b"=", 1) for entry in block.split(b"\0") if b"=" in entry)
-    return found
-
-
-def _signed_in(life: Path) -> list[int]:
-    """Those of them that still run."""
-    found = []
-    for note in (life / _SIGNED_IN).glob("*-*"):
-        pid, _, started = note.name.partition("-")
-        if pid.isdigit() and (process := process_tree.read_process(int(pid))):
-            found += [process.pid] if str(process.started) == started else []
     return found

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,8 +26,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from agents.node import MemberNode
-from agents.preparation import remove_run
-from agents.sweep import sweep_run
+from agents.sweep import remove_run_here, sweep_here
 from coordinator import ray_notes
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, MemberGoneError, Shape, Waiting
@@ -145,10 +143,10 @@ class RayFleet:
 
     async def _sweep_once(self, uid: RunUid, machine: MachineName, node_id: str) -> list[str]:
         """What one sweep left, in words; also when it could not be made, or the machine is gone meanwhile."""
-        task: Any = ray.remote(num_cpus=0, max_retries=0)(_sweep_run)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(sweep_here)
         here = NodeAffinitySchedulingStrategy(node_id, soft=False)
         reference = task.options(scheduling_strategy=here).remote(
-            str(self._member_config["machines_dir"]), machine, uid
+            str(self._member_config["machines_dir"]), machine, uid, SWEEP_KILL_LIMIT_S
         )
         answer = asyncio.ensure_future(_await(reference))
         try:
@@ -212,7 +210,7 @@ class RayFleet:
 
     async def forget_run(self, uid: RunUid) -> None:
         machines_dir = str(self._member_config["machines_dir"])
-        task: Any = ray.remote(num_cpus=0, max_retries=0)(_remove_run)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_run_here)
         removals = [
             task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -239,14 +237,6 @@ async def _removed_in_time(removal: Awaitable[None]) -> None:
 
 async def _await(reference: Any) -> Any:
     return await reference
-
-
-def _remove_run(machines_dir: str, machine: str, uid: RunUid) -> None:
-    remove_run(uid, machine_dir=Path(machines_dir) / machine)
-
-
-def _sweep_run(machines_dir: str, machine: str, uid: RunUid) -> list[str]:
-    return sweep_run(uid, machine_dir=Path(machines_dir) / machine, limit_s=SWEEP_KILL_LIMIT_S)
 
 
 def _actor_name(incarnation: Incarnation) -> str:

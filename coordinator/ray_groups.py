@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import ray
 from ray import PlacementGroupID
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -19,7 +21,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from coordinator.ray_commands import MACHINE_LABEL
+from coordinator.ray_commands import MACHINE_LABEL, SLOT_RESOURCE
 from mesh.ids import MachineName, RunUid
 
 _PREFIX = "gang"
@@ -98,3 +100,17 @@ def remove_all(groups: Sequence[PlacementGroup]) -> None:
 
 def is_removed(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state", _REMOVED) == _REMOVED)
+
+
+def has_free_slot(machines: Iterable[MachineName]) -> bool:
+    """Whether Ray's directory knows that they may be given again; a machine that is lost does not count.
+
+    Its view lags by some 100 ms behind a removal, and a group that is asked for too early waits for a whole second.
+    """
+    wanted = set(machines)
+    available = available_resources_per_node()
+    return all(
+        available.get(node["NodeID"], {}).get(SLOT_RESOURCE, 0) >= 1
+        for node in ray.nodes()
+        if node["Alive"] and node["Labels"].get(MACHINE_LABEL) in wanted
+    )

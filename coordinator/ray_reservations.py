@@ -17,6 +17,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -39,6 +40,8 @@ CREATION_LIMIT_S = 5.0
 READY_POLL_FIRST_S, READY_POLL_MAX_S = 0.002, 0.1
 REMOVAL_POLL_S = 0.01
 REMOVAL_LIMIT_S = 30.0
+SLOT_LIMIT_S = 1.0
+"""How long a removed group's machine is waited for; somebody else in a shared cluster may have it by then."""
 LOOK_S = 0.25
 """Between two looks for all who wait. What is given back here is noticed at once."""
 NOTICE_S = 1.0
@@ -328,6 +331,10 @@ class RayReservations:
             raise MeshTimeoutError(
                 f"Ray has not confirmed the release of {', '.join(machines)}.", timeout_s=REMOVAL_LIMIT_S
             ) from None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOT_LIMIT_S):
+                while not await ask_ray(ray_groups.has_free_slot, machines):  # noqa: ASYNC110
+                    await asyncio.sleep(REMOVAL_POLL_S)
         for machine in machines:
             self._books.held.pop(machine, None)
         self._changed.set()

@@ -1,0 +1,195 @@
+"""A small real deployment with a `RayFleet` and no coordinator, in a process of its own: `python -m … STATE MACHINES`.
+
+Requests come on stdin and answers go to stdout, each a line of base64 over a pickle: `(id, target, method, args,
+kwargs)`, and `(id, kind, value)` with a kind of `waiting`, `done` or `failed`. Target is the fleet, or this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+LINE_BYTES_MAX = 1 << 20
+NAMESPACE = "gangmesh"
+
+
+def encode(message: Any) -> bytes:
+    return base64.b64encode(pickle.dumps(message)) + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    return pickle.loads(base64.b64decode(line))
+
+
+class Host:
+    """The deployment, and what a test does to it."""
+
+    def __init__(self, state: Any, ray_processes: Any, provider: Any) -> None:
+        self._state = state
+        self._ray = ray_processes
+        self._provider = provider
+        self._answers = sys.stdout.buffer
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self.fleet = self._new_fleet()
+
+    def _new_fleet(self) -> Any:
+        from coordinator.ray_fleet import RayFleet
+
+        config = {
+            "machines_dir": str(self._state.machines),
+            "environment": dict(os.environ),
+            "namespace": NAMESPACE,
+        }
+        return RayFleet(namespace=NAMESPACE, member_config=config, used_by=dict)
+
+    # ---- what a test does ---------------------------------------------------------------------------
+
+    async def crash_coordinator(self) -> None:
+        """Everything that was being asked is forgotten, and a fleet that knows nothing takes its place."""
+        me = asyncio.current_task()
+        for task in self._calls.values():
+            if task is not me:
+                task.cancel()
+        for task in asyncio.all_tasks():
+            if task.get_name().startswith(("groups of", "reservations")):
+                task.cancel()
+        self.fleet = self._new_fleet()
+
+    async def kill_machine(self, machine: str) -> None:
+        os.kill(self._pid(machine), signal.SIGKILL)
+
+    async def freeze_machine(self, machine: str) -> None:
+        os.kill(self._pid(machine), signal.SIGSTOP)
+
+    def _pid(self, machine: str) -> int:
+        pid = self._ray.pid_of(machine)
+        assert pid is not None
+        return int(pid)
+
+    async def machine_dir(self, machine: str) -> Path:
+        return Path(self._state.machines) / machine
+
+    async def used_slots(self) -> dict[str, float]:
+        """What Ray itself says is held, by machine: 1 where somebody has the slot."""
+        return await asyncio.to_thread(_used_slots)
+
+    async def take_slot(self, machine: str) -> None:
+        """Somebody else in the cluster takes the machine."""
+        from ray.util.placement_group import placement_group
+
+        group = await asyncio.to_thread(
+            lambda: placement_group(
+                [{"gangmesh_slot": 1}],
+                name=f"theirs-{machine}",
+                bundle_label_selector=[{"gangmesh.machine": machine}],
+            )
+        )
+        assert await asyncio.to_thread(group.wait, 10)
+
+    # ---- calls --------------------------------------------------------------------------------------
+
+    async def serve(self, requests: asyncio.StreamReader) -> None:
+        while line := await requests.readline():
+            number, target, method, args, kwargs = decode(line)
+            if method == "cancel":
+                self._calls[args[0]].cancel()
+                continue
+            who = self.fleet if target == "fleet" else self
+            if method == "reserve":
+                kwargs["on_waiting"] = functools.partial(self._tell, number, "waiting")
+            task = asyncio.create_task(self._call(number, getattr(who, method), args, kwargs))
+            self._calls[number] = task
+            task.add_done_callback(lambda _, n=number: self._calls.pop(n, None))
+
+    async def _call(self, number: int, method: Any, args: Any, kwargs: Any) -> None:
+        try:
+            self._tell(number, "done", await method(*args, **kwargs))
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, the test wants to know
+            self._tell(number, "failed", repr(error))
+
+    def _tell(self, number: int, kind: str, value: Any) -> None:
+        self._answers.write(encode((number, kind, value)))
+        self._answers.flush()
+
+
+def _used_slots() -> dict[str, float]:
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    left = available_resources_per_node()
+    return {
+        node["Labels"]["gangmesh.machine"]: 1 - left.get(node["NodeID"], {}).get("gangmesh_slot", 0.0)
+        for node in ray.nodes()
+        if node["Alive"] and "gangmesh.machine" in node["Labels"]
+    }
+
+
+async def main(state: Any, machines: int) -> None:
+    import ray
+
+    from coordinator import leftovers
+    from coordinator.providers.local import LocalProvider
+    from coordinator.ray_processes import RayProcesses
+
+    owner = leftovers.Owner(deployment_id=state.deployment_id, state=state.path, head_pid=os.getpid())
+    processes = RayProcesses(
+        folder=state.ray,
+        sockets=state.make_socket_folder(),
+        environment=dict(os.environ),
+        on_lost=lambda *_: None,
+    )
+    try:
+        address = await processes.start_head()
+        provider = LocalProvider(state=state, ray=processes, gpu=None)
+        await provider.begin(machines)
+        await asyncio.to_thread(
+            lambda: ray.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+            )
+        )
+        host = Host(state, processes, provider)
+        requests = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+        host._tell(0, "done", "ready")
+        await host.serve(requests)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                await asyncio.to_thread(ray.shutdown)
+    finally:
+        await processes.stop()
+        await leftovers.end_all(owner, grace_s=1.0)
+        state.remove_outside()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    from agents import ray_environment
+    from agents.child import become_subreaper
+    from coordinator.deployment import claim
+
+    with claim(Path(sys.argv[1])) as folder:
+        folder.prepare()
+        become_subreaper()
+        folder.secret("ray-token")
+        clean = ray_environment.ray_environment(
+            os.environ,
+            token_file=folder.path / "ray-token",
+            deployment_id=folder.deployment_id,
+            source=ray_environment.source_folder(),
+        )
+        os.environ.clear()
+        os.environ.update(clean)
+        os.chdir(folder.ray)
+        asyncio.new_event_loop().run_until_complete(main(folder, int(sys.argv[2])))
+    sys.stderr.flush()
+    os._exit(0)
