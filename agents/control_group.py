@@ -124,6 +124,12 @@ def bases() -> list[str]:
     return list(dict.fromkeys([point + own.rstrip("/"), point]))
 
 
+def memory_events() -> str:
+    """`memory.events` of everything that this mount shows: a container's own. Empty on a whole machine's root."""
+    mount = _mount()
+    return "" if mount is None else _read(f"{mount[0]}/memory.events")
+
+
 def parse_own_group(text: str) -> str:
     """The cgroup v2 path in the text of /proc/<pid>/cgroup ("0::/a/b"), or an empty string."""
     for line in text.splitlines():

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mesh.exits import describe_exit, signal_behind
 from mesh.ids import Incarnation, MachineName
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
@@ -66,6 +67,16 @@ class ProcessExit:
         return self.code == 0
 
     @property
+    def words(self) -> str:
+        """ "exit code 42", "SIGSEGV (signal 11)"."""
+        return describe_exit(code=self.code, signal=self.signal)
+
+    @property
+    def signal_behind(self) -> int | None:
+        """The signal that ended it, or ended what a shell ran in it."""
+        return signal_behind(code=self.code, signal=self.signal)
+
+    @property
     def shell_code(self) -> int:
         """What a shell would report: the code, or 128 + signal."""
         if self.signal is not None:
@@ -83,9 +94,15 @@ class CauseEvidence:
     exit: ProcessExit | None = None
     global_rank: int | None = None
     message: str = ""
-    """One sentence for a person; the exception's own text when there is an error file."""
+    """The failure's own words, without its exit: the exception, else the last line of output; empty without any."""
     blames_peer: bool = False
     """The error is about another rank (connection closed by peer, collective timeout)."""
+    peer_address: str = ""
+    """Whom a complaint is about, where it says so by address."""
+    peer_global_rank: int | None = None
+    """Whom a complaint is about, where it says so by global rank."""
+    oom_killed: bool = False
+    """It died of SIGKILL, and the kernel's out-of-memory killer ended a process while it ran."""
     hint: str = ""
     """Set when the fault is a known one (torch's exit race on gloo, for example)."""
     by_infrastructure: bool = False

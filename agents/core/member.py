@@ -267,7 +267,8 @@ class Member:
             return
         if self.state.phase is Phase.LAUNCHING:
             self._enter(Phase.EXITED)
-        if self.state.fence_reason is None and self.state.kills == 0:
+        is_its_own = self.state.kills == 0 and event.reason is not Reason.EPOCH_ENDED
+        if self.state.fence_reason is None and is_its_own:
             self._report(
                 MemberStartFailed(
                     incarnation=event.incarnation,

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, assert_never
 
 import agents.supervisor
-from agents import process_tree, spool
+from agents import control_group, process_tree, spool
 from agents.core import events as ev
 from agents.launcher.evidence import TAIL_BYTES_MAX
 from agents.launcher.plain import Plain
 from agents.launcher.strategy import CommandEnd, LauncherStrategy
 from agents.launcher.torchrun import ERROR_FILE_BYTES_MAX, Torchrun
 from agents.line_process import LineProcess
+from agents.signing_in import SERVES_VARIABLE, sign_in
 from mesh.errors import LaunchError, RemoteProtocolError
 from mesh.ids import Incarnation
 from mesh.messages import CauseEvidence, ProcessExit
@@ -105,7 +106,7 @@ class SupervisedCommand:
     async def start(self) -> None:
         """Starts the supervisor and hands it the command. What a command can do wrong comes as an event.
 
-        After `stop` or `kill` nothing is started, and CommandStartFailed says so.
+        After `stop` or `kill` nothing is started, and CommandStartFailed says so (EpochEnded).
         """
         spec = self._spec
         try:
@@ -116,9 +117,11 @@ class SupervisedCommand:
         self._oom_kills_before = await asyncio.to_thread(count_oom_kills)
         env = {**self._strategy.environment(error_file=spec.error_file), **spec.env}
         try:
+            if not await asyncio.to_thread(sign_in, Path(spec.spool_dir).parent):
+                self._is_stopped = True
             self._process = await LineProcess.start(
                 [sys.executable, "-I", "-S", str(Path(agents.supervisor.__file__))],
-                env={"PATH": spec.env.get("PATH", "")},
+                env={"PATH": spec.env.get("PATH", ""), SERVES_VARIABLE: str(spec.incarnation)},
             )
         except OSError as error:
             await self._fail_before_start(
@@ -128,7 +131,7 @@ class SupervisedCommand:
         if self._is_stopped:
             await self._process.close()
             await self._fail_before_start(
-                Reason.COMMAND_START_FAILED, "The command was stopped before it was started."
+                Reason.EPOCH_ENDED, "The command was stopped before it was started."
             )
             return
         self._process.send(
@@ -312,8 +315,13 @@ def read_tail(spool_dir: str, *, bytes_max: int = TAIL_BYTES_MAX) -> str:
 
 
 def count_oom_kills() -> int:
-    """How many processes the kernel has killed on this machine for want of memory, since it was started."""
-    for line in _read_text(Path("/proc/vmstat")).splitlines():
+    """How many processes the kernel has killed so far for want of memory: in this container, else on this machine."""
+    return parse_oom_kills(control_group.memory_events() or _read_text(Path("/proc/vmstat")))
+
+
+def parse_oom_kills(text: str) -> int:
+    """The counter in a text of lines like `oom_kill 3` (memory.events, vmstat); 0 when there is none."""
+    for line in text.splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill":
             return int(value)

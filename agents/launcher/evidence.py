@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mesh.messages import ProcessExit
+from mesh.messages import CauseEvidence, ProcessExit
 
 LAST_LINES_MAX = 20
 LINE_CHARACTERS_MAX = 500
@@ -33,6 +33,11 @@ PEER_MARKS = re.compile(
     re.IGNORECASE,
 )
 
+_PEER_ADDRESS = re.compile(
+    r"\[((?:\d{1,3}\.){3}\d{1,3}|[0-9A-Fa-f:]*:[0-9A-Fa-f:]+)(?:%\w+)?\]:\d+"  # gloo: [10.0.0.2]:4242
+    r"|remote peer ([\w.:-]+?)<\d+>",  # NCCL: remote peer 10.0.0.2<4242>
+)
+_PEER_RANK = re.compile(r"(?i)\branks? (\d+)\b[\d, ]* failed to pass monitoredBarrier")
 _RANK_PREFIX = re.compile(r"^\[(?:rank|default)(\d+)\]:\s?")
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout)\b(?::|$)"
@@ -167,6 +172,10 @@ KNOWN_FAULTS: tuple[KnownFault, ...] = (
         ),
     ),
     KnownFault(
+        applies=_says(r"No space left on device|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]"),
+        hint="A disk on that machine is full: see `df -h` there, for the state directory, /tmp and /dev/shm.",
+    ),
+    KnownFault(
         applies=_says(r"CUDA out of memory|torch\.OutOfMemoryError"),
         hint="The accelerator's memory was full; a smaller batch or sharding helps, a restart does not.",
     ),
@@ -193,6 +202,12 @@ KILLED_HINT = (
 )
 
 
+STOPPED_HINT = (
+    "This deployment did not send that SIGTERM: a shutdown of the machine did, a batch system, a script that watches "
+    "the command, or a person."
+)
+
+
 def hint_for(*, exit: ProcessExit, launcher_exit: ProcessExit, output: str, oom_killed: bool) -> str:
     """What to do about a known fault, or empty.
 
@@ -202,22 +217,66 @@ def hint_for(*, exit: ProcessExit, launcher_exit: ProcessExit, output: str, oom_
         output: the last output.
         oom_killed: the kernel's out-of-memory killer was active while the command ran.
     """
-    if exit.signal == signal.SIGKILL:
+    if exit.signal_behind == signal.SIGKILL:
         return OOM_HINT if oom_killed else KILLED_HINT
+    if exit.signal_behind == signal.SIGTERM:
+        return STOPPED_HINT
     for fault in KNOWN_FAULTS:
         if fault.applies(exit, output) or fault.applies(launcher_exit, output):
             return fault.hint
     return ""
 
 
-def describe_exit(exit: ProcessExit) -> str:
-    """`exited with 42`, `was ended by SIGSEGV`."""
-    if exit.signal is None:
-        return f"exited with {exit.code}"
-    try:
-        return f"was ended by {signal.Signals(exit.signal).name}"
-    except ValueError:
-        return f"was ended by signal {exit.signal}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPeer:
+    """Whom a complaint is about, as far as it says so."""
+
+    address: str = ""
+    global_rank: int | None = None
+
+
+def named_peer(words: str) -> NamedPeer:
+    """The peer that an error names: gloo and NCCL by address, a monitored barrier by rank."""
+    if match := _PEER_RANK.search(words):
+        return NamedPeer(global_rank=int(match.group(1)))
+    if match := _PEER_ADDRESS.search(words):
+        return NamedPeer(address=match.group(1) or match.group(2))
+    return NamedPeer()
+
+
+def evidence_of(
+    *,
+    exit: ProcessExit,
+    launcher_exit: ProcessExit,
+    decisive: str,
+    said: str,
+    output: str,
+    oom_killed: bool,
+    global_rank: int | None = None,
+) -> CauseEvidence:
+    """What is known about one failure, for the judgement of who was first.
+
+    Args:
+        exit: the failed process's own end.
+        launcher_exit: the end of the command itself.
+        decisive: the words of the failure itself; empty when they are not known.
+        said: what a person should read of it.
+        output: the last output.
+        oom_killed: the kernel's out-of-memory killer was active while the command ran.
+        global_rank: of the failed worker, when it is known.
+    """
+    is_complaint = blames_peer(exit=exit, decisive=decisive, output=output)
+    peer = named_peer(decisive or said) if is_complaint else NamedPeer()
+    return CauseEvidence(
+        exit=exit,
+        global_rank=global_rank,
+        message=said[:MESSAGE_CHARACTERS_MAX],
+        blames_peer=is_complaint,
+        peer_address=peer.address,
+        peer_global_rank=peer.global_rank,
+        oom_killed=oom_killed and exit.signal_behind == signal.SIGKILL,
+        hint=hint_for(exit=exit, launcher_exit=launcher_exit, output=output, oom_killed=oom_killed),
+    )
 
 
 def last_words(text: str) -> str:

@@ -37,15 +37,12 @@ class Plain:
         if end.exit.signal is None:
             exception = torchrun.recorded_message(end.error_file) or words.decisive_exception(end.output)
         said = exception or words.last_words(end.output)
-        message = f"The command {words.describe_exit(end.exit)}" + (f": {said}" if said else ".")
-        return Explanation(
-            evidence=CauseEvidence(
-                exit=end.exit,
-                message=message[: words.MESSAGE_CHARACTERS_MAX],
-                blames_peer=words.blames_peer(exit=end.exit, decisive=exception, output=end.output),
-                hint=words.hint_for(
-                    exit=end.exit, launcher_exit=end.exit, output=end.output, oom_killed=end.oom_killed
-                ),
-            ),
-            last_lines=lines,
+        evidence = words.evidence_of(
+            exit=end.exit,
+            launcher_exit=end.exit,
+            decisive=exception,
+            said=said,
+            output=end.output,
+            oom_killed=end.oom_killed,
         )
+        return Explanation(evidence=evidence, last_lines=lines)

@@ -49,6 +49,8 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _FAILED_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)")
+_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+"""torchrun was told to stop: it forwards the signal, and exits with 1 all the same."""
 _ROOT_TITLE = "Root Cause (first observed failure):"
 _NO_TRACEBACK = "To enable traceback see:"
 
@@ -97,21 +99,16 @@ class Torchrun:
         exception = recorded or _exception_of(failure.traceback)
         if not exception and failure.exit.signal is None:
             exception = words.decisive_exception(own_output, global_rank=failure.global_rank)
-        return Explanation(
-            evidence=CauseEvidence(
-                exit=failure.exit,
-                global_rank=failure.global_rank,
-                message=_sentence(failure, exception=exception, end=end, own_output=own_output),
-                blames_peer=words.blames_peer(exit=failure.exit, decisive=exception, output=own_output),
-                hint=words.hint_for(
-                    exit=failure.exit,
-                    launcher_exit=end.exit,
-                    output=own_output,
-                    oom_killed=end.oom_killed,
-                ),
-            ),
-            last_lines=lines,
+        evidence = words.evidence_of(
+            exit=failure.exit,
+            launcher_exit=end.exit,
+            decisive=exception,
+            said=exception or words.last_words(own_output),
+            output=own_output,
+            oom_killed=end.oom_killed,
+            global_rank=failure.global_rank,
         )
+        return Explanation(evidence=evidence, last_lines=lines)
 
 
 def failures_in(output: str) -> list[WorkerFailure]:
@@ -191,25 +188,16 @@ def _exception_of(traceback: str) -> str:
 
 def _launcher_failure(end: CommandEnd) -> CauseEvidence:
     """torchrun itself failed (bad arguments, no rendezvous, killed): there is no worker to name."""
-    recorded = recorded_message(end.error_file)
-    exception = recorded or words.decisive_exception(end.output)
-    message = exception or words.last_words(end.output)
-    return CauseEvidence(
-        exit=end.exit,
-        message=f"torchrun {words.describe_exit(end.exit)}" + (f": {message}" if message else "."),
-        blames_peer=words.blames_peer(exit=end.exit, decisive=exception, output=end.output),
-        hint=words.hint_for(
-            exit=end.exit, launcher_exit=end.exit, output=end.output, oom_killed=end.oom_killed
-        ),
+    exception = recorded_message(end.error_file) or words.decisive_exception(end.output)
+    told_to_stop = _GOT_SIGNAL.search(exception)
+    return words.evidence_of(
+        exit=ProcessExit(signal=int(told_to_stop.group(1))) if told_to_stop else end.exit,
+        launcher_exit=end.exit,
+        decisive=exception,
+        said=exception or words.last_words(end.output),
+        output=end.output,
+        oom_killed=end.oom_killed,
     )
-
-
-def _sentence(failure: WorkerFailure, *, exception: str, end: CommandEnd, own_output: str) -> str:
-    who = "A worker" if failure.global_rank is None else f"Global rank {failure.global_rank}"
-    said = exception or words.last_words(own_output)
-    why = f": {said}" if said else ""
-    launcher = f" (torchrun itself {words.describe_exit(end.exit)})"
-    return f"{who} {words.describe_exit(failure.exit)}{launcher}{why}"[: words.MESSAGE_CHARACTERS_MAX]
 
 
 _OPTIONS_WITHOUT_VALUE = frozenset(

@@ -73,6 +73,7 @@ class Assembling(Seats):
         gang.barrier_open = gang.barrier_closed = False
         gang.outcome = gang.wish = gang.reason = None
         gang.failures = []
+        gang.was_reclaimed_first = False
         gang.backoff_left_s = 0.0
         self._failed_at = None
         self._due.assembly = self._now.mono + gang.plan.startup_timeout_s
@@ -250,7 +251,6 @@ class Assembling(Seats):
         del gang.members[member.rank]
         self._retire(member)
         machine = self._vacate(member.rank, is_clean=False)
-        gang.reclaimed = tuple(m for m in gang.reclaimed if m != machine)
         self._effects.append(DismissMember(incarnation=member.incarnation))
         self._want((member.rank,), avoid=() if machine is None else (machine,), is_for_refusal=not is_lost)
         self._tell_arrivals()

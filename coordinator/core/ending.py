@@ -50,8 +50,7 @@ class Ending(Assembling):
         member = self._beyond_barrier(member)
         member = replace(member, phase=MemberPhase.EXITED, exit=event.exit, ended_at=event.at)
         self._update(member)
-        ended = blame.describe_exit(event.exit)
-        self._announce("Exited", f"Rank {member.rank} ended with {ended}.", rank=member.rank)
+        self._announce("Exited", f"Rank {member.rank} ended with {event.exit.words}.", rank=member.rank)
         self._run_if_all_started()
         if not event.exit.ok:
             self._note_failure(
@@ -69,11 +68,9 @@ class Ending(Assembling):
             self.gang.message = self._progress()
 
     def _note_failure(self, failure: Failure) -> None:
-        """Keeps a failure as evidence; one that our own fence may have caused is none."""
+        """Keeps a failure as evidence, after the stop as well: what a fence had reached is not reported as one."""
         gang = self.gang
         if any(f.rank == failure.rank for f in gang.failures):
-            return
-        if gang.outcome is not None and failure.exit is not None and failure.exit.signal in (9, 15):
             return
         gang.failures.append(failure)
         self._announce("RankFailed", failure.message, reason=failure.reason, rank=failure.rank)
@@ -87,13 +84,13 @@ class Ending(Assembling):
     def _on_lease_lapsed(self, event: LeaseLapsed) -> None:
         member = self._current(event.incarnation)
         if member is not None:
-            self._settle_lost(member)
+            self._settle_lost(member, lapsed_at=self._now.mono)
 
-    def _settle_lost(self, member: MemberRecord) -> None:
+    def _settle_lost(self, member: MemberRecord, *, lapsed_at: float) -> None:
         gang = self.gang
         is_being_replaced = member.reason is not None
         message = f"Rank {member.rank}: {member.machine} was lost (its lease ran out)."
-        silent = blame.was_silent_before(self._failed_at, self._now.mono)
+        silent = blame.was_silent_before(self._failed_at, lapsed_at)
         settled = self._settle(member, Settlement.LEASE_LAPSED, reason=Reason.MACHINE_LOST, message=message)
         settled = replace(settled, was_silent_first=silent)
         self._update(settled)
@@ -114,11 +111,13 @@ class Ending(Assembling):
 
     def _settle_silent(self) -> None:
         """Members whose lease is gone and whose last report did not come."""
-        for rank in [r for r, due in self._due.last_words.items() if self._now.mono >= due]:
+        for rank, due in list(self._due.last_words.items()):
+            if self._now.mono < due:
+                continue
             del self._due.last_words[rank]
             member = self.gang.members.get(rank)
             if member is not None and self._current(member.incarnation) is not None:
-                self._settle_lost(member)
+                self._settle_lost(member, lapsed_at=due - LAST_WORD_WINDOW_S)
 
     def _on_machine_reclaimed(self, event: MachineReclaimed) -> None:
         gang = self.gang
@@ -130,11 +129,15 @@ class Ending(Assembling):
             f"Rank {rank}: {event.machine} is wanted back in {event.grace_s:g} s. {event.message}".rstrip()
         )
         self._announce("Reclaimed", message, reason=Reason.MACHINE_RECLAIMED, rank=rank)
+        if gang.barrier_open and blame.may_have_crossed(self._failed_at, self._now.mono):
+            gang.was_reclaimed_first = True
         if gang.state in RESTING_STATES:
             self._vacate(rank, is_clean=True)
             self._want((rank,), avoid=(event.machine,))
         elif gang.outcome is not None:
             return  # the end of the epoch takes it into account
+        elif rank in gang.members and gang.members[rank].succeeded:
+            return  # it has finished: nobody waits for what it would do there
         elif gang.barrier_open:
             outcome = Outcome(kind=OutcomeKind.JUDGE, reason=Reason.MACHINE_RECLAIMED, message=message)
             self._decide(outcome, grace_s=event.grace_s)
@@ -182,7 +185,8 @@ class Ending(Assembling):
         if member is None:
             return
         gang = self.gang
-        member = replace(member, fenced_exit=event.exit)
+        fenced_itself = event.reason is Reason.LEASE_LOST
+        member = replace(member, fenced_exit=event.exit, fenced_itself=fenced_itself)
         if member.exit is None:
             member = replace(member, ended_at=event.at)
         if gang.outcome is not None or member.succeeded:

@@ -265,9 +265,7 @@ class GangCore(Ending):
         self._tell_chapter(cause=verdict.cause, victims=verdict.victims)
         decision = recovery.decide(gang, verdict)
         if isinstance(decision, recovery.NoRestart):
-            message = verdict.cause.message + blame.note_on_early_finishers(
-                gang.members.values(), verdict.cause
-            )
+            message = verdict.cause.message + verdict.notes
             if decision.why:
                 message += f" {decision.why}"
             reason = decision.reason or verdict.cause.reason
@@ -288,8 +286,8 @@ class GangCore(Ending):
             is_clean = gang.members[rank].settlement is Settlement.CONFIRMED
             if (machine := self._vacate(rank, is_clean=is_clean)) is not None:
                 avoid.append(machine)
-        gang.reclaimed = tuple(m for m in gang.reclaimed if m not in avoid)
-        sentence = f"{recovery.describe(decision.restarts, verdict.kind, gang.plan)}: {verdict.cause.message}"
+        charge = recovery.describe(decision.restarts, verdict.kind, gang.plan)
+        sentence = f"{charge}: {verdict.cause.message}{verdict.notes}"
         if decision.delay_s:
             self._due.backoff = self._now.mono + decision.delay_s
             sentence += f" It starts again in {decision.delay_s:g} s."
@@ -354,6 +352,9 @@ class GangCore(Ending):
     def _resume_epoch(self) -> None:
         gang = self.gang
         self._effects.append(OpenEpoch(epoch=gang.epoch, size=gang.plan.nodes, is_new=False))
+        if gang.failures:
+            # The latest that it can have been: in doubt a machine was silent first.
+            self._failed_at = self._now.mono
         if gang.outcome is not None:
             self._effects.extend(self._fence_effects())
             return

@@ -123,6 +123,8 @@ class MemberRecord:
     message: str = ""
     was_silent_first: bool = False
     """It was lost, and nothing proves that it still lived when the first failure was heard."""
+    fenced_itself: bool = False
+    """It lost its lease, and stopped before a fence that was ordered had reached it."""
 
     @property
     def rank(self) -> Rank:
@@ -278,6 +280,8 @@ class Gang:
     """The epochs, the current one last."""
     reclaimed: tuple[MachineName, ...] = ()
     """Machines of this gang that somebody wants back; they are left at the end of the epoch."""
+    was_reclaimed_first: bool = False
+    """The epoch's first notice came before its first failure, or so soon after that the two may have crossed."""
     checkpoint: CommittedCheckpoint | None = None
     """The newest one that may be restored from."""
     failures: list[Failure] = field(default_factory=list)
@@ -356,6 +360,7 @@ class Gang:
             "cause": None if self.cause is None else _failure_record(self.cause),
             "holdings": [asdict(h) for h in self.holdings],
             "reclaimed": list(self.reclaimed),
+            "was_reclaimed_first": self.was_reclaimed_first,
             "checkpoint": None if self.checkpoint is None else asdict(self.checkpoint),
             "started_at": self.started_at,
             "ended_at": self.ended_at,
@@ -366,7 +371,7 @@ class Gang:
         members = [_member_from(m) for m in record["members"]]
         plain = (
             "created_at", "message", "reservation", "waiting_for", "assemblies", "replacements", "backoff_left_s",
-            "assembly_left_s", "barrier_open", "barrier_closed", "started_at", "ended_at",
+            "assembly_left_s", "barrier_open", "barrier_closed", "was_reclaimed_first", "started_at", "ended_at",
         )  # fmt: skip
         return cls(
             **{name: record[name] for name in plain},
@@ -456,6 +461,7 @@ def _member_record(member: MemberRecord) -> dict[str, Any]:
         "reason": member.reason,
         "message": member.message,
         "was_silent_first": member.was_silent_first,
+        "fenced_itself": member.fenced_itself,
     }
 
 
@@ -478,25 +484,18 @@ def _member_from(record: dict[str, Any]) -> MemberRecord:
         reason=None if record["reason"] is None else Reason(record["reason"]),
         message=record["message"],
         was_silent_first=record["was_silent_first"],
+        fenced_itself=record["fenced_itself"],
     )
 
 
 def _failure_record(failure: Failure) -> dict[str, Any]:
-    evidence = failure.evidence
     return {
         "rank": failure.rank,
         "at": failure.at,
         "reason": failure.reason,
         "message": failure.message,
         "exit": _exit_record(failure.exit),
-        "evidence": {
-            "exit": _exit_record(evidence.exit),
-            "global_rank": evidence.global_rank,
-            "message": evidence.message,
-            "blames_peer": evidence.blames_peer,
-            "hint": evidence.hint,
-            "by_infrastructure": evidence.by_infrastructure,
-        },
+        "evidence": {**asdict(failure.evidence), "exit": _exit_record(failure.evidence.exit)},
         "last_lines": list(failure.last_lines),
     }
 

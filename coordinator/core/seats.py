@@ -123,6 +123,7 @@ class Seats(GangBase):
         for place, holding in enumerate(gang.holdings):
             if holding.is_seat and holding.rank == rank:
                 gang.holdings[place] = leaving = replace(holding, is_leaving=True, is_clean=is_clean)
+                gang.reclaimed = tuple(m for m in gang.reclaimed if m != holding.machine)
                 self._dirty = True
                 self._effects.append(_release_effect(leaving))
                 return holding.machine

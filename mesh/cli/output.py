@@ -12,6 +12,7 @@ from typing import Any
 
 from mesh.cli.options import OutputFormat
 from mesh.cli.terminal import Terminal, printable
+from mesh.exits import short_exit
 
 PIPE_COLUMNS = 10_000
 """Nothing is shortened for a program."""
@@ -132,14 +133,7 @@ def end_of(exit_: Mapping[str, Any] | None) -> str:
     """How a process ended: `exit 42`, `SIGKILL`."""
     if exit_ is None:
         return "-"
-    if exit_["signal"] is not None:
-        import signal
-
-        try:
-            return signal.Signals(exit_["signal"]).name
-        except ValueError:
-            return f"signal {exit_['signal']}"
-    return f"exit {exit_['code']}"
+    return short_exit(code=exit_["code"], signal=exit_["signal"])
 
 
 def stdin_is_terminal() -> bool:

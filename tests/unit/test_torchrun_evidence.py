@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agents.launcher import evidence as words
-from agents.launcher.base import strategy_for
+from agents.launcher.base import parse_oom_kills, strategy_for
 from agents.launcher.plain import Plain
 from agents.launcher.strategy import CommandEnd
 from agents.launcher.torchrun import Torchrun, failures_in, recorded_message, without_torchrun_words
@@ -61,7 +61,6 @@ def test_the_summary_has_the_workers_own_end_and_its_global_rank(code: int, exit
     output = torchrun_output("", root=block(0, 5, code), others=block(1, 4, -15), code=code)
     evidence = Torchrun().explain(CommandEnd(exit=ONE, output=output)).evidence
     assert (evidence.exit, evidence.global_rank, evidence.blames_peer) == (exit, 5, False)
-    assert "torchrun itself exited with 1" in evidence.message
 
 
 def test_a_worker_that_torchrun_stopped_is_never_the_first_cause() -> None:
@@ -92,10 +91,49 @@ def test_words_without_a_newline_before_a_kill_are_kept_apart_from_torchruns_own
     assert explanation.evidence.hint == words.KILLED_HINT
 
 
-def test_the_kernels_memory_killer_is_named_when_it_was_active() -> None:
-    output = torchrun_output("", root=block(0, 1, -9))
+@pytest.mark.parametrize(("code", "is_its"), [(-9, True), (-11, False), (1, False)])
+def test_the_kernels_memory_killer_is_named_when_it_was_active(code: int, is_its: bool) -> None:
+    output = torchrun_output("", root=block(0, 1, code))
     evidence = Torchrun().explain(CommandEnd(exit=ONE, output=output, oom_killed=True)).evidence
+    assert evidence.oom_killed is is_its
+    assert (evidence.hint == words.OOM_HINT) is is_its
+
+
+def test_a_shells_word_for_a_killed_child_counts_as_killed() -> None:
+    evidence = Plain().explain(CommandEnd(exit=ProcessExit(code=137), output="", oom_killed=True)).evidence
+    assert evidence.oom_killed
     assert evidence.hint == words.OOM_HINT
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("low 0\noom 4\noom_kill 3\n", 3), ("", 0), ("oom_kill_disable 0\n", 0)]
+)
+def test_the_kernels_counter_is_read(text: str, count: int) -> None:
+    assert parse_oom_kills(text) == count
+
+
+def test_a_torchrun_that_was_told_to_stop_says_by_which_signal() -> None:
+    output = traceback(
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15"
+    )
+    evidence = Torchrun().explain(CommandEnd(exit=ONE, output=output)).evidence
+    assert evidence.exit == ProcessExit(signal=15)
+    assert evidence.hint == words.STOPPED_HINT
+
+
+@pytest.mark.parametrize(
+    ("error", "address", "global_rank"),
+    [
+        ("RuntimeError: [a/pair.cc:534] Connection closed by peer [10.0.0.2]:4242", "10.0.0.2", None),
+        ("RuntimeError: [a/pair.cc:541] Read error [fd00::2]:1: Connection reset by peer", "fd00::2", None),
+        ("DistBackendError: Connection closed by remote peer 10.0.0.3<50123>", "10.0.0.3", None),
+        ("RuntimeError: Rank 3 failed to pass monitoredBarrier in 1000 ms", "", 3),
+        ("RuntimeError: [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 1000 ms", "", 1),
+        ("RuntimeError: wait timeout after 300000ms", "", None),
+    ],
+)
+def test_a_complaint_says_about_whom(error: str, address: str, global_rank: int | None) -> None:
+    assert words.named_peer(error) == words.NamedPeer(address=address, global_rank=global_rank)
 
 
 def test_the_exception_of_the_failed_rank_is_chosen_among_those_of_others() -> None:
@@ -177,6 +215,9 @@ def test_an_old_line_about_a_peer_does_not_turn_an_own_fault_into_a_victims(erro
         (traceback("RuntimeError: Unable to find address for: ^lo"), ONE, "GLOO_SOCKET_IFNAME"),
         (traceback("OSError: [Errno 98] Address already in use"), ONE, "MASTER_PORT"),
         (traceback("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"), ONE, "memory"),
+        (traceback("OSError: [Errno 28] No space left on device"), ONE, "full"),
+        ("", ProcessExit(signal=15), "did not send"),
+        ("", ProcessExit(code=143), "did not send"),
         (traceback("ModuleNotFoundError: No module named 'torch'"), ONE, "package"),
         (traceback("ValueError: nothing known"), ONE, ""),
     ],
@@ -199,7 +240,7 @@ def test_torchruns_own_failure_is_told_as_such() -> None:
     output = traceback("torch.distributed.DistNetworkError: The client socket has timed out after 60000ms")
     evidence = Torchrun().explain(CommandEnd(exit=ONE, output=output)).evidence
     assert evidence.exit == ONE
-    assert evidence.message.startswith("torchrun exited with 1: torch.distributed.DistNetworkError")
+    assert evidence.message.startswith("torch.distributed.DistNetworkError: The client socket")
     assert evidence.blames_peer
 
 
