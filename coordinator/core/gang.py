@@ -52,7 +52,7 @@ from coordinator.core.events import (
     SuspendRequested,
     TimePassed,
 )
-from coordinator.core.gang_base import ASSEMBLY_STATES, TRANSITIONS
+from coordinator.core.gang_base import ASSEMBLY_STATES, RESTING_STATES, TRANSITIONS
 from coordinator.core.gang_state import (
     Gang,
     MemberPhase,
@@ -177,36 +177,40 @@ class GangCore(Ending):
 
     def _on_cancel_requested(self, event: CancelRequested) -> None:
         outcome = Outcome(kind=OutcomeKind.CANCEL, reason=event.reason, message=event.message)
-        if self.gang.state.is_terminal or not self._wish(outcome):
-            return
-        self._announce("CancelRequested", event.message, reason=event.reason)
+        if self._may_wish(outcome):
+            self._announce("CancelRequested", event.message, reason=event.reason)
+            self._wish(outcome)
 
     def _on_suspend_requested(self, event: SuspendRequested) -> None:
-        gang = self.gang
         outcome = Outcome(kind=OutcomeKind.SUSPEND, reason=Reason.SUSPENDED, message=event.message)
-        if gang.state.is_terminal or gang.state is RunState.SUSPENDED or not self._wish(outcome):
-            return
-        self._announce("SuspendRequested", event.message, reason=Reason.SUSPENDED)
+        if self.gang.state is not RunState.SUSPENDED and self._may_wish(outcome):
+            self._announce("SuspendRequested", event.message, reason=Reason.SUSPENDED)
+            self._wish(outcome)
 
-    def _wish(self, outcome: Outcome) -> bool:
-        """A user wants the run to stop. False when how it ends has been decided, or is this already."""
+    def _may_wish(self, outcome: Outcome) -> bool:
+        """False when how the run stops has been decided, or is this already."""
         gang = self.gang
-        if gang.state in (RunState.PENDING, RunState.SUSPENDED):
+        if gang.state.is_terminal:
+            return False
+        if gang.outcome is None or gang.state in RESTING_STATES:
+            return True
+        decided = gang.outcome if gang.wish is None else gang.wish
+        if decided.kind is OutcomeKind.SUSPEND:
+            return outcome.kind is OutcomeKind.CANCEL
+        return decided.kind in _GOES_ON
+
+    def _wish(self, outcome: Outcome) -> None:
+        """A user wants the run to stop."""
+        gang = self.gang
+        if gang.state in RESTING_STATES:
             gang.outcome = outcome
             self._end(outcome)
         elif gang.outcome is None:
             self._decide(outcome)
-        elif gang.outcome.kind is OutcomeKind.SUSPEND and outcome.kind is OutcomeKind.CANCEL:
-            gang.outcome = outcome
-            self._dirty = True
-        elif gang.outcome.kind in _GOES_ON and (gang.wish is None or gang.wish.kind is not outcome.kind):
-            if gang.wish is not None and gang.wish.kind is OutcomeKind.CANCEL:
-                return False
+        elif gang.outcome.kind in _GOES_ON:
             gang.wish = outcome
-            self._dirty = True
         else:
-            return False
-        return True
+            gang.outcome = outcome
 
     def _on_resume_requested(self, event: ResumeRequested) -> None:
         gang = self.gang

@@ -124,7 +124,7 @@ async def test_a_run_goes_from_submit_to_success_and_gives_its_machines_back(ben
     await bench.start_all()
     run = await bench.until_state("good", RunState.RUNNING)
     assert [r["state"] for r in run["status"]["ranks"]] == ["Running", "Running"]
-    assert (await bench.coordinator.status())["machines"] == {"Ready": 0, "InUse": 2, "Lost": 0}
+    assert (await bench.coordinator.status())["machines"] == {"Ready": 0, "InUse": 2, "Leaving": 0, "Lost": 0}
     for member in bench.incarnations():
         await bench.end(member, 0)
     await bench.fenced()
@@ -202,6 +202,8 @@ async def test_a_coordinator_that_comes_back_knows_everything_and_restarts_nobod
     before = await bench.until_state("going", RunState.RUNNING)
     await bench.restart()
     after = await bench.until_state("going", RunState.RUNNING)
+    for run in (before, after):
+        del run["status"]["productive"]  # grows with the time
     assert after == before
     assert len(bench.fleet.orders) == 2
     for member in bench.incarnations():
