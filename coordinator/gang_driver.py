@@ -70,8 +70,11 @@ class StoreControl(Protocol):
         """Returns whether the barrier had opened before it was closed."""
         ...
 
-    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
-        """Refuses this incarnation from now on. Returns whether it may have passed the open barrier before."""
+    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool | None:
+        """Refuses this incarnation from now on. Returns whether it had passed the open barrier before.
+
+        None when nobody knows; then nothing is changed.
+        """
         ...
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...

@@ -123,16 +123,16 @@ class StoreLink:
             await self._account_for(client, gang, members_with_lease(gang, has_opened=True))
         return True
 
-    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
-        """See `StoreControl`. True as well when nobody knows any more: nothing is changed then."""
+    async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool | None:
+        """See `StoreControl`."""
         client = self._connected()
         key = (uid, incarnation.epoch)
         if not self._trust.is_believed(key, client.instance):
-            return True
+            return None
         try:
             has_passed = await client.revoke(uid, incarnation.epoch, incarnation.rank, incarnation.token)
         except FencedError:
-            return True
+            return None
         if not has_passed:
             self._trust.gave_up(incarnation)
         return has_passed

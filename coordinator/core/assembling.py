@@ -240,6 +240,9 @@ class Assembling(Seats):
         member = gang.members.get(event.incarnation.rank)
         if member is None or member.incarnation != event.incarnation or gang.state.is_terminal:
             return
+        if event.has_passed is None:
+            self._cannot_be_replaced(member)
+            return
         if event.has_passed:
             self._passed_after_all(member)
             return
@@ -254,6 +257,15 @@ class Assembling(Seats):
         self._effects.append(DismissMember(incarnation=member.incarnation))
         self._want((member.rank,), avoid=() if machine is None else (machine,), is_for_refusal=not is_lost)
         self._tell_arrivals()
+
+    def _cannot_be_replaced(self, member: MemberRecord) -> None:
+        """Nobody knows whether it has passed the barrier: this epoch can neither go on without it nor with it."""
+        gang = self.gang
+        if gang.outcome is not None or gang.barrier_open or gang.state is not RunState.ASSEMBLING:
+            return
+        if member.settlement is None and member.reason is not None:
+            message = f"{member.message} The store was restarted, and cannot say what had passed the barrier."
+            self._assembly_failed(member.reason, message)
 
     def _passed_after_all(self, member: MemberRecord) -> None:
         """It was given up, and then it arrived as the last one: the barrier is open, and it counts."""

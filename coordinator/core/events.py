@@ -135,10 +135,13 @@ class MemberVanished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRevoked:
-    """The store refuses this incarnation from now on, unless `has_passed`: the barrier had opened for it before."""
+    """The store refuses this incarnation from now on, unless `has_passed`: the barrier had opened for it before.
+
+    None when nobody knows that (the store has not seen all of the epoch); then nothing was changed.
+    """
 
     incarnation: Incarnation
-    has_passed: bool
+    has_passed: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

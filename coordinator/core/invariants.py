@@ -41,7 +41,9 @@ def _check_epoch_step(before: Gang, after: Gang) -> None:
         assert after.reason is before.reason and after.message == before.message, "4: so is its reason"
     if after.epoch == before.epoch:
         return
-    assert before.state in (RunState.PENDING, RunState.FENCING), "3: an epoch begins after the last one"
+    assert not before.state.is_terminal and before.state is not RunState.SUSPENDED, (
+        "3: an epoch begins after the last one"
+    )
     assert before.outcome is None or before.outcome.kind in _GOES_ON, "4: a cancelled run begins no epoch"
     assert before.wish is None, "4: a wish to stop leads to no epoch"
     if before.state is RunState.FENCING and before.outcome is not None:

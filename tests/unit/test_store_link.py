@@ -340,7 +340,7 @@ async def test_a_restarted_store_is_told_the_revocations_before_anybody_can_take
         client = await store.connect()
         with pytest.raises(LeaseLostError):
             await lease(client, 0)
-        assert await link.revoke(UID, incarnation(1)) is True, "that store has not seen all of the epoch"
+        assert await link.revoke(UID, incarnation(1)) is None, "that store has not seen all of the epoch"
         assert store.server.state.books.gangs[UID].revoked == {0: {"t0"}}, "so nothing was changed"
 
 
@@ -366,4 +366,4 @@ async def test_an_epoch_that_is_gone_has_nobody_to_be_given_up(store: ListeningS
         await insist(link, is_new=True)
         admin = await store.connect(ms.Role.ADMIN)
         await admin.set_floor(UID, Epoch(2), 2)
-        assert await link.revoke(UID, incarnation(0)) is True
+        assert await link.revoke(UID, incarnation(0)) is None
