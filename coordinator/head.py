@@ -10,7 +10,7 @@ Rules of this file:
 2. When Ray's directory or the head's own raylet ends by itself, the cluster is lost with every member in it. The head
    says so, takes everything down, and asks its caller to begin again (`Outcome.RESTART`) on the same folder and
    port. The journal says what was running.
-3. A machine that is lost is said and left; `grow` brings another one under a new name.
+3. A simulated machine that is lost is replaced by another one, under a new name, as long as the head is not stopping.
 4. A head whose state folder was removed can be found by nobody, so it ends.
 """
 
@@ -23,7 +23,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -32,6 +32,7 @@ from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
 from coordinator.listen import url_of
+from coordinator.machine_keeper import MachineKeeper
 from coordinator.providers.joined import JoinedMachines
 from coordinator.providers.local import LocalProvider
 from coordinator.ray_commands import LOOPBACK
@@ -185,6 +186,7 @@ class Head:
         machines = self._settings.machines
         self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
         self._provider = LocalProvider(state=self._state, ray=ray, gpu=self._settings.gpu)
+        self._undo("starts of machines", self._provider.stop)
         self._undo("log sink", self._logs.stop)
         logs, _, _ = await asyncio.gather(
             self._logs.start(self._state.logs), self._provider.begin(machines), self._connect(address)
@@ -194,6 +196,9 @@ class Head:
         self._service = await self._actors.start(self._coordinator_config(logs))
         self._undo("runs", self._end_runs, limit_s=RUNS_STOP_LIMIT_S + STAGE_LIMIT_S)
         await self._open_api(self._service)
+        keeper = MachineKeeper(self._provider, tell_coming=_tell_coming)
+        self._spawn_task(keeper.run(), "machines")
+        self._spawn_task(self._look_for_dead(self._provider, self._service), "dead machines")
         self._write_record()
 
     def _preload(self) -> None:
@@ -306,6 +311,20 @@ class Head:
         _log.warning("The machine %s is lost (code %d).", name, code)
         self._spawn_task(self._provider.node_lost(name, f"its agent ended (code {code})"), f"loss of {name}")
 
+    async def _look_for_dead(self, provider: LocalProvider, service: StoppableService) -> None:
+        """A raylet that stands still is alive for its parent, and dead for Ray."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            try:
+                machines = await service.list_machines()
+            except MeshError as error:
+                _log.info("the machines cannot be looked at now: %s", error)
+                continue
+            for machine in machines:
+                if machine["state"] == "Lost" and machine["name"] in provider.machines:
+                    _log.warning("The machine %s does not answer: Ray holds it for dead.", machine["name"])
+                    await provider.node_lost(machine["name"], "it does not answer")
+
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
@@ -386,6 +405,18 @@ def _connect(address: str, own_address: str) -> None:
         logging_level=logging.WARNING,
         configure_logging=False,
     )
+
+
+async def _tell_coming(names: Sequence[str]) -> None:
+    """Tells the coordinator, which says it to the runs that wait. Nothing depends on it."""
+    from ray.exceptions import RayError
+
+    from coordinator import ray_notes
+
+    try:
+        await asyncio.to_thread(ray_notes.note_coming, names)
+    except (RayError, RuntimeError, OSError) as error:
+        _log.info("Ray does not take a note of the machines that are coming: %s", error)
 
 
 async def _disconnect() -> None:

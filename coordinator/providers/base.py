@@ -3,7 +3,8 @@
 Rules of this file:
 1. What is asked for has a name before it is asked for: `acquire` twice with one name is one machine.
 2. `release` asks; only `confirm` says that a machine is gone (and, where machines cost money, is paid for no longer).
-3. A machine that is lost is not replaced by its provider: who wants another one acquires it, under another name.
+3. A machine that is lost is not replaced by its provider: `coordinator.machine_keeper` acquires another one, under
+   another name.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ class Provider(Protocol):
 
         Raises:
             PlacementError: (MachineRefused, NoCapacity) it cannot be had.
+        """
+        ...
+
+    async def vacancy(self) -> str | None:
+        """A name that nobody had, for a machine that is wanted and not there or on its way; None when none is.
+
+        The caller acquires it: until then it counts as on its way.
         """
         ...
 

@@ -3,6 +3,7 @@
 Rules of this file:
 1. A machine's name is `local-<index>`; index and address belong together for the life of the state folder.
 2. A raylet that ends by itself is a lost machine. It is taken out of the inventory, and its name is never given again.
+   The number of machines that are wanted stays (`vacancy`).
 3. Accelerators are declared, not there: commands that are written for GPUs can be rehearsed.
 """
 
@@ -43,6 +44,10 @@ class LocalProvider:
         """Those that have joined and are not known to be gone."""
         self._losses: asyncio.Queue[MachineGone] = asyncio.Queue(LOSSES_UNSEEN_MAX)
         self._resizing = asyncio.Lock()
+        self._noting = asyncio.Lock()
+        self._wanted = 0
+        self._starting: dict[str, asyncio.Task[ProvidedMachine]] = {}
+        """Who asks for a machine that is being started gets that one."""
         self._starts = asyncio.Semaphore(STARTED_TOGETHER_MAX)
 
     @property
@@ -62,7 +67,9 @@ class LocalProvider:
 
     async def begin(self, count: int) -> None:
         """Brings up the machines of before, the first `count` of them, and new ones where there were fewer."""
-        await self._resize(self._inventory.with_count(count))
+        self._wanted = count
+        async with self._resizing:
+            await self._resize(self._inventory.with_count(count))
 
     async def grow(self, count: int) -> None:
         """Brings the machines to at least `count`; those that were lost do not count.
@@ -77,13 +84,19 @@ class LocalProvider:
                 got=str(count),
             )
         async with self._resizing:
-            if count > len(self._inventory.indexes):
-                await self._resize(self._inventory.with_count(count))
+            self._wanted = max(self._wanted, count)
+            await self._resize(self._inventory.with_count(max(count, len(self._inventory.indexes))))
+
+    async def vacancy(self) -> str | None:
+        async with self._resizing:
+            if len(self._inventory.indexes) >= self._wanted:
+                return None
+            inventory = self._inventory.with_count(len(self._inventory.indexes) + 1)
+            await self._note(inventory)
+            return machine_name(inventory.indexes[-1])
 
     async def _resize(self, inventory: Inventory) -> None:
-        # Noted first: a name that may have been seen by anybody is never given again, whatever happens now.
-        await asyncio.to_thread(self._state.write_inventory, inventory)
-        self._inventory = inventory
+        await self._note(inventory)
         missing = [i for i in inventory.indexes if machine_name(i) not in self._machines]
         results = await asyncio.gather(
             *(self.acquire(machine_name(i)) for i in missing), return_exceptions=True
@@ -92,21 +105,44 @@ class LocalProvider:
             if isinstance(result, BaseException):
                 raise result
 
+    async def _note(self, inventory: Inventory) -> None:
+        # Before anything else: a name that may have been seen by anybody is never given again, whatever happens now.
+        self._inventory = inventory
+        async with self._noting:
+            await asyncio.to_thread(self._state.write_inventory, self._inventory)
+
     async def acquire(self, name: str) -> ProvidedMachine:
-        index = _index(name, self._inventory.indexes)
+        if name in self._machines:
+            return self._machines[name]
+        start = self._starting.get(name)
+        if start is None:
+            index = _index(name, self._inventory.indexes)
+            start = asyncio.create_task(self._bring_up(index), name=f"start of {name}")
+            self._starting[name] = start
+            start.add_done_callback(lambda _: self._starting.pop(name, None))
+        return await asyncio.shield(start)
+
+    async def _bring_up(self, index: int) -> ProvidedMachine:
+        name = machine_name(index)
         async with self._starts:
-            if name not in self._machines:
-                try:
-                    self._machines[name] = await self._start(index)
-                except (DeploymentError, MeshTimeoutError) as error:
-                    await self._forget(index)
-                    await self._ray.stop_node(name)
-                    raise PlacementError(
-                        f"The machine {name} did not come up: {error.message}",
-                        hint=error.hint,
-                        reason=Reason.MACHINE_REFUSED,
-                    ) from error
-        return self._machines[name]
+            try:
+                self._machines[name] = machine = await self._start(index)
+            except (DeploymentError, MeshTimeoutError) as error:
+                await self._forget(index)
+                await self._ray.stop_node(name)
+                raise PlacementError(
+                    f"The machine {name} did not come up: {error.message}",
+                    hint=error.hint,
+                    reason=Reason.MACHINE_REFUSED,
+                ) from error
+        return machine
+
+    async def stop(self) -> None:
+        """Starts no machine any more. Those that run are Ray's to stop."""
+        starts = list(self._starting.values())
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
 
     async def _start(self, index: int) -> ProvidedMachine:
         name, address = machine_name(index), self._inventory.address(index)
@@ -130,7 +166,7 @@ class LocalProvider:
     # ---- losses -----------------------------------------------------------------------------------
 
     async def node_lost(self, name: str, message: str) -> None:
-        """The raylet of this name ended by itself."""
+        """The raylet of this name ended by itself, or Ray holds it for dead. May be told again."""
         if self._machines.pop(name, None) is None:
             return
         await self._forget(_index(name, self._inventory.indexes))
@@ -139,8 +175,7 @@ class LocalProvider:
         self._losses.put_nowait(MachineGone(name=name, message=message))
 
     async def _forget(self, index: int) -> None:
-        self._inventory = self._inventory.without(index)
-        await asyncio.to_thread(self._state.write_inventory, self._inventory)
+        await self._note(self._inventory.without(index))
 
     async def watch(self) -> AsyncIterator[MachineGone]:
         while True:
@@ -149,7 +184,7 @@ class LocalProvider:
     async def release(self, name: str) -> None:
         if self._machines.pop(name, None) is not None:
             await self._forget(_index(name, self._inventory.indexes))
-            await self._ray.stop_node(name)
+        await self._ray.stop_node(name)
 
     async def confirm(self, name: str) -> bool:
         return self._ray.pid_of(name) is None

@@ -204,16 +204,32 @@ def test_what_prevents_a_start_is_told_with_its_reason(deployment: StartDeployme
     assert _names(running) == ["local-1"]
 
 
-def test_a_lost_machine_is_replaced_under_a_new_name_and_only_when_asked(deployment: StartDeployment) -> None:
+def test_a_lost_machine_is_replaced_under_a_new_name_and_more_come_when_asked(
+    deployment: StartDeployment,
+) -> None:
     running = deployment(machines=2, module=STAND_IN)
     _raylet_of(running, "local-2").kill()
+    wait_until(
+        lambda: _names(running) == ["local-1", "local-3"],
+        limit_s=60,
+        what="another one in the place of local-2",
+    )
     wait_until(lambda: _names(running, "Lost") == ["local-2"], limit_s=60, what="the loss to be seen")
-    assert _names(running) == ["local-1"]
     for _ in range(2):
         running.call("POST", "/v1/machines", {"count": 3})
         assert _names(running) == ["local-1", "local-3", "local-4"]
     running.call("POST", "/v1/machines", {"count": 1})
     assert _names(running) == ["local-1", "local-3", "local-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_machine_that_ray_holds_for_dead_is_ended_and_replaced(deployment: StartDeployment) -> None:
+    running = deployment(machines=1, module=STAND_IN)
+    frozen = _raylet_of(running, "local-1")
+    frozen.suspend()
+    wait_until(lambda: _names(running) == ["local-2"], limit_s=180, what="another one in its place")
+    wait_until(lambda: not frozen.is_running(), limit_s=30, what="the frozen one to be ended")
 
 
 def test_a_killed_head_takes_its_processes_along_and_the_next_one_starts(deployment: StartDeployment) -> None:
