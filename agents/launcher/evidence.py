@@ -39,6 +39,8 @@ _PEER_ADDRESS = re.compile(
 )
 _PEER_RANK = re.compile(r"(?i)\branks? (\d+)\b[\d, ]* failed to pass monitoredBarrier")
 _RANK_PREFIX = re.compile(r"^\[(?:rank|default)(\d+)\]:\s?")
+_GOT_SIGNAL = re.compile(r"[\w.]*\bSignalException: Process \d+ got signal: (\d+)")
+"""torchrun was told to stop: it forwards the signal, and exits with 1 all the same."""
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout)\b(?::|$)"
 )
@@ -265,6 +267,8 @@ def evidence_of(
         oom_killed: the kernel's out-of-memory killer was active while the command ran.
         global_rank: of the failed worker, when it is known.
     """
+    if told_to_stop := _GOT_SIGNAL.match(decisive):
+        exit = ProcessExit(signal=int(told_to_stop.group(1)))
     is_complaint = blames_peer(exit=exit, decisive=decisive, output=output)
     peer = named_peer(decisive or said) if is_complaint else NamedPeer()
     return CauseEvidence(

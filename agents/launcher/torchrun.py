@@ -49,8 +49,6 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _FAILED_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)")
-_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-"""torchrun was told to stop: it forwards the signal, and exits with 1 all the same."""
 _ROOT_TITLE = "Root Cause (first observed failure):"
 _NO_TRACEBACK = "To enable traceback see:"
 
@@ -189,9 +187,8 @@ def _exception_of(traceback: str) -> str:
 def _launcher_failure(end: CommandEnd) -> CauseEvidence:
     """torchrun itself failed (bad arguments, no rendezvous, killed): there is no worker to name."""
     exception = recorded_message(end.error_file) or words.decisive_exception(end.output)
-    told_to_stop = _GOT_SIGNAL.search(exception)
     return words.evidence_of(
-        exit=ProcessExit(signal=int(told_to_stop.group(1))) if told_to_stop else end.exit,
+        exit=end.exit,
         launcher_exit=end.exit,
         decisive=exception,
         said=exception or words.last_words(end.output),
