@@ -185,7 +185,7 @@ class Ending(Assembling):
         if member is None:
             return
         gang = self.gang
-        fenced_itself = event.reason is Reason.LEASE_LOST
+        fenced_itself = event.reason is not None  # whatever the reason: it was not our order
         member = replace(member, fenced_exit=event.exit, fenced_itself=fenced_itself)
         if member.exit is None:
             member = replace(member, ended_at=event.at)
