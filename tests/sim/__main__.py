@@ -1,6 +1,6 @@
 """`python -m tests.sim`: many more lives than a test run has time for, or one of them step by step.
 
-python -m tests.sim --seeds 100000 [--first 0]
+python -m tests.sim --seeds 100000 [--first 0] [--jobs 2]
 python -m tests.sim --seed 4711
 """
 
@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 from mesh.states import RunState
-from tests.sim.test_simulation import shape_of
+from tests.sim.faults import shape_of
 from tests.sim.world import Violation, World
 
 
@@ -47,20 +47,24 @@ def live(first: int, seeds: int) -> int:
     """Many lives; every broken one is named."""
     started = time.perf_counter()
     ends: Counter[RunState] = Counter()
-    crashes = 0
+    crashes = steps = 0
     broken = []
     for seed in range(first, first + seeds):
+        world = World(seed, **shape_of(seed))
         try:
-            world = World(seed, **shape_of(seed)).run()
+            world.run()
         except Violation as violation:
             broken.append(seed)
             print(f"seed {seed}: {violation}")
             continue
         ends.update(world.final_states().values())
-        crashes += world.crashes
+        crashes += world.coordinator.crashes
+        steps += world.steps
     took_s = time.perf_counter() - started
     lives = sum(ends.values())
-    print(f"{seeds:,} worlds, {lives:,} gang lives in {took_s:.1f} s ({lives / took_s:,.0f} a second)")
+    print(
+        f"{seeds:,} worlds, {lives:,} gang lives in {took_s:.1f} s ({lives / took_s:,.0f} a second; {steps / max(1, lives):.0f} steps)"
+    )
     print(
         f"ends: { ({str(state): count for state, count in ends.items()}) }; coordinator crashes: {crashes:,}"
     )

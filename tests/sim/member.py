@@ -7,63 +7,82 @@ from typing import TYPE_CHECKING, Any
 from agents.core import effects as do
 from agents.core import events as ev
 from agents.core.events import Arrival
-from agents.core.member import Member
+from agents.core.lease import LeasePhase
 from mesh.ids import Incarnation
 from mesh.messages import CauseEvidence, JoinOrder, ProcessExit
 from mesh.reasons import Reason
-from mesh.store.books import ConnectionId
+from mesh.store import messages as ms
+from tests.sim.keeper import SimKeeper
+from tests.sim.process import SIGKILL, SIGTERM, SimProcess
+from tests.sim.wire import Wire
 
 if TYPE_CHECKING:
+    from tests.sim.machine import Machine
     from tests.sim.world import World
 
-SIGTERM, SIGKILL = 15, 9
+PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
+"""Of `agents.barrier`."""
 
 
 class SimMember:
     """A MemberNode actor with its keeper, launcher and command."""
 
-    def __init__(self, world: World, incarnation: Incarnation) -> None:
+    def __init__(self, world: World, incarnation: Incarnation, machine: Machine) -> None:
         self.world = world
         self.incarnation = incarnation
-        self.core = Member(address=f"rank{incarnation.rank}.test", validate=True)
-        self.machine = ""
-        self.connection: ConnectionId | None = None
-        """To the store; None before the first request and after death."""
+        self.machine = machine
+        self.core = world.parts.member(address=f"rank{incarnation.rank}.test", validate=True)
+        self.keeper: SimKeeper | None = None
+        self.process: SimProcess | None = None
         self.is_gone = False
+        self._is_stopped = False
+        """The launcher has been told to stop: what it has not started yet it does not start."""
         self._alarm_at: float | None = None
-        self._runs = False
-        roll = world.random.random
-        self.never_arrives = roll() < world.faults.never_arrives
-        self.fails_to_prepare = roll() < world.faults.preparation_failure
-        self.is_slow = roll() < world.faults.slow_preparation
-        self.ignores_term = roll() < world.faults.ignores_term
+        self._arrival: Arrival | None = None
+        self._barrier: Wire | None = None
+        roll, faults = world.roll, world.faults
+        self.never_arrives = roll(faults.never_arrives)
+        self.fails_to_prepare = roll(faults.preparation_failure)
+        self.is_slow = roll(faults.slow_preparation)
+        self.ignores_term = roll(faults.ignores_term)
+        machine.members.append(self)
+
+    @property
+    def order(self) -> JoinOrder:
+        order = self.core.state.order
+        assert order is not None, "a command is started by an order"
+        return order
 
     # ---- what it is told --------------------------------------------------------------------------
 
     def join(self, order: JoinOrder) -> None:
-        if not self.machine and self.world.random.random() < self.world.faults.machine_loss:
-            self.world.after(self.world.random.expovariate(1 / 5), self.die)
-        self.machine = order.machine
-        self._handle(ev.JoinOrdered(incarnation=self.incarnation, order=order))
+        self.handle(ev.JoinOrdered(incarnation=self.incarnation, order=order))
 
     def fence(self, grace_s: float) -> None:
-        self._handle(ev.FenceOrdered(incarnation=self.incarnation, grace_s=grace_s))
+        self.handle(ev.FenceOrdered(incarnation=self.incarnation, grace_s=grace_s))
 
     def leave(self) -> None:
-        self._handle(ev.LeaveOrdered(incarnation=self.incarnation))
+        self.handle(ev.LeaveOrdered(incarnation=self.incarnation))
 
     def die(self) -> None:
-        """The actor's place was taken away: its keeper sees the pipe close and kills everything."""
+        """The actor ends, however: its keeper sees the pipe close and kills everything."""
         if self.is_gone:
             return
         self.is_gone = True
-        self._end_process()
-        self.world.store.connection_lost(self)
+        self._leave_barrier()
+        if self.keeper is not None:
+            self.machine.after(self.world.random.uniform(0.0, 0.01), self.keeper.hear_parent_died)
 
-    def _handle(self, event: ev.MemberEvent) -> None:
+    def vanish(self) -> None:
+        """Its machine is gone, with keeper and command."""
+        self.is_gone = True
+        if self.keeper is not None:
+            self.keeper.vanish()
+
+    def handle(self, event: ev.MemberEvent) -> None:
         if self.is_gone:
             return
-        for effect in self.core.handle(event, self.world.now):
+        for effect in self.core.handle(event, self.machine.clock()):
             self._perform(effect)
         self._set_alarm()
 
@@ -71,137 +90,177 @@ class SimMember:
         deadline = self.core.next_deadline()
         if deadline is not None and deadline != self._alarm_at:
             self._alarm_at = deadline
-            self.world.after(max(0.0, deadline - self.world.now), self._alarm)
+            self.machine.after(max(0.0, deadline - self.machine.clock()) + 1e-6, self._alarm)
 
     def _alarm(self) -> None:
         self._alarm_at = None
-        self._handle(ev.DeadlinePassed(incarnation=self.incarnation))
+        self.handle(ev.DeadlinePassed(incarnation=self.incarnation))
 
     def _soon(self, event: ev.MemberEvent) -> None:
-        self.world.soon(self._handle, event)
+        self.machine.after(0.002, self.handle, event)
 
     # ---- what it does -----------------------------------------------------------------------------
 
     def _perform(self, effect: do.MemberEffect) -> None:
-        incarnation = self.incarnation
-        world = self.world
+        machine = self.machine
+        random = self.world.random
         match effect:
+            case do.SendReport():
+                self._send(effect)
             case do.TakeLease():
-                world.soon(self._take_lease)
+                machine.after(random.uniform(0.02, 0.15), self._take_lease)
             case do.ReleaseLease():
-                world.store.release_lease(self)
+                if self.keeper is not None:
+                    self.keeper.release()
             case do.Prepare():
                 self._prepare()
             case do.ArriveAtBarrier():
                 if not self.never_arrives:
-                    world.soon(world.store.arrive, self, effect.arrival)
+                    self._arrival = effect.arrival
+                    self._arrive()
+            case do.AbandonPreparation():
+                self._arrival = None
+                self._leave_barrier()
             case do.LaunchCommand():
-                world.soon(self._launch)
+                machine.after(random.uniform(0.01, 0.2), self._launch)
             case do.StopCommand():
-                ends_after = effect.grace_s if self.ignores_term else world.random.uniform(0, 0.5)
-                signal = SIGKILL if self.ignores_term else SIGTERM
-                world.after(ends_after, self._command_ends, ProcessExit(signal=signal), CauseEvidence())
+                self._stop(effect.grace_s)
             case do.KillEverything():
-                world.soon(self._command_ends, ProcessExit(signal=SIGKILL), CauseEvidence())
+                self._is_stopped = True
+                machine.after(random.uniform(0.0, 0.02), self.kill_tree)
             case do.HandOverLogs():
-                self._soon(ev.LogsHandedOver(incarnation=incarnation))
-            case do.SendReport():
-                world.soon(self._send, effect)
+                self._soon(ev.LogsHandedOver(incarnation=self.incarnation))
             case do.Finish():
                 self.die()
-            case do.WarmLauncher() | do.AbandonPreparation() | do.FreeResources():
+            case do.WarmLauncher() | do.FreeResources():
                 pass
             case _:
                 raise AssertionError(effect)
 
     def _take_lease(self) -> None:
-        refusal = self.world.store.grant_lease(self)
-        if refusal is None:
-            self._handle(ev.LeaseGranted(incarnation=self.incarnation))
-        elif refusal is Reason.UNKNOWN_GANG and not self.is_gone:
-            self.world.after(0.1, self._take_lease)
-        else:
-            self._handle(ev.LeaseRefused(incarnation=self.incarnation, reason=refusal, message="no lease"))
+        if not self.is_gone:
+            self.keeper = SimKeeper(self)
 
     def _prepare(self) -> None:
-        world = self.world
-        delay_s = world.random.uniform(0, 500 if self.is_slow else 2)
+        delay_s = self.world.random.uniform(0, 350 if self.is_slow else 2)
         if self.fails_to_prepare:
             event: ev.MemberEvent = ev.PreparationFailed(
                 incarnation=self.incarnation, reason=Reason.PREPARATION_FAILED, message="no disk"
             )
         else:
-            arrival = Arrival(
-                address=self.core.address, master_port=29500 if self.incarnation.rank == 0 else 0
-            )
+            port = 29500 if self.incarnation.rank == 0 else 0
+            arrival = Arrival(address=self.core.address, master_port=port)
             event = ev.Prepared(incarnation=self.incarnation, arrival=arrival)
-        world.after(delay_s, self._handle, event)
+        self.machine.after(delay_s, self.handle, event)
 
-    def barrier_opened(self, arrivals: tuple[Arrival, ...]) -> None:
-        self._soon(ev.BarrierOpened(incarnation=self.incarnation, arrivals=arrivals))
+    # ---- the barrier ------------------------------------------------------------------------------
 
-    def barrier_refused(self, reason: Reason) -> None:
-        self._soon(ev.BarrierRefused(incarnation=self.incarnation, reason=reason, message="closed"))
+    def _arrive(self) -> None:
+        """Over a new connection; again and again until there is an answer that counts."""
+        self._leave_barrier()
+        if self._arrival is None or self.is_gone:
+            return
+        self._barrier = Wire(self.world.store, self.machine, self)
+        me = self.incarnation
+        payload = f"{self._arrival.address} {self._arrival.master_port}".encode()
+        key = (2, me.run_uid, me.epoch, me.rank, me.token)
+        self._barrier.send(ms.Arrive, (*key, ms.START_BARRIER, payload))
 
-    def lease_lost(self, reason: Reason) -> None:
-        self._soon(ev.LeaseLost(incarnation=self.incarnation, reason=reason, message="stale"))
+    def _leave_barrier(self) -> None:
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
+
+    def hear(self, message: ms.Message) -> None:
+        """From the store, over the barrier's connection."""
+        if self._arrival is None:
+            return
+        me = self.incarnation
+        match message:
+            case ms.Opened():
+                self._arrival = None
+                self._leave_barrier()
+                arrivals = tuple(_arrival(payload) for payload in message.payloads)
+                self._soon(ev.BarrierOpened(incarnation=me, arrivals=arrivals))
+            case ms.Refused() if message.reason in PASSING_REASONS:
+                self.machine.after(self.world.random.uniform(0.05, 1.0), self._arrive)
+            case ms.Refused():
+                self._arrival = None
+                self._soon(ev.BarrierRefused(incarnation=me, reason=message.reason, message="refused"))
+
+    def hear_lost(self) -> None:
+        if self._arrival is not None:
+            self._barrier = None
+            self.machine.after(self.world.random.uniform(0.05, 1.0), self._arrive)
+
+    # ---- the command ------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         if self.is_gone or self.core.state.tree_empty:
             return
-        world = self.world
-        if world.random.random() < world.faults.start_failure:
-            self._handle(
-                ev.CommandStartFailed(
-                    incarnation=self.incarnation, reason=Reason.COMMAND_NOT_FOUND, message="no such command"
-                )
-            )
-            return
-        self._runs = True
-        world.process_started(self.incarnation)
-        self._handle(ev.CommandStarted(incarnation=self.incarnation, pid=1000 + self.incarnation.rank))
-        code = 42 if world.random.random() < world.faults.exit_badly else 0
-        world.after(
-            world.random.expovariate(1 / 20), self._command_ends, ProcessExit(code=code), CauseEvidence()
+        keeper = self.keeper
+        if self._is_stopped or (keeper is not None and keeper.lease.state.phase is LeasePhase.OVER):
+            self._start_failed(Reason.COMMAND_KILLED)  # it was killed before it had come to life
+        elif self.world.roll(self.world.faults.start_failure):
+            self.world.truth.failed_by_itself(self.incarnation)
+            self._start_failed(Reason.COMMAND_NOT_FOUND)
+        else:
+            self.process = SimProcess(self)
+            pid = 1000 + self.incarnation.rank
+            self.machine.after(0.01, self.handle, ev.CommandStarted(incarnation=self.incarnation, pid=pid))
+
+    def _start_failed(self, reason: Reason) -> None:
+        self.handle(
+            ev.CommandStartFailed(incarnation=self.incarnation, reason=reason, message="no such command")
         )
 
-    def _command_ends(self, exit_: ProcessExit, evidence: CauseEvidence) -> None:
-        if self.is_gone:
-            return
-        if not self._runs:
-            if self.core.state.launched and not self.core.state.tree_empty:
-                # It was killed before it had come to life: the launcher says so.
-                self._handle(
-                    ev.CommandStartFailed(
-                        incarnation=self.incarnation, reason=Reason.COMMAND_KILLED, message="killed early"
-                    )
+    def _stop(self, grace_s: float) -> None:
+        self._is_stopped = True
+        process = self.process
+        if process is None:
+            return  # the launcher starts nothing any more, and says so
+        self.machine.after(grace_s, self.kill_tree)
+        if not self.ignores_term:
+            term = (ProcessExit(signal=SIGTERM), CauseEvidence())
+            self.machine.after(self.world.random.uniform(0.0, min(0.5, grace_s)), process.end, *term)
+
+    def kill_tree(self) -> None:
+        process = self.process
+        if process is not None and process.is_alive:
+            world = self.world
+            if not process.stuck_until and world.roll(world.faults.stuck_in_the_kernel):
+                process.stuck_until = world.now + world.random.uniform(1.0, 60.0)
+            process.end(ProcessExit(signal=SIGKILL), CauseEvidence())
+            if process.is_alive:
+                failed = ev.KillFailed(
+                    incarnation=self.incarnation, pids=(7,), message="process 7 does not die"
                 )
-            return
-        self._end_process()
-        self._handle(ev.CommandExited(incarnation=self.incarnation, exit=exit_))
-        self._handle(ev.TreeEmpty(incarnation=self.incarnation, evidence=evidence))
-        if not exit_.ok:
-            self._peers_notice()
+                self.machine.after(4.0, self._kill_failed, failed)
 
-    def _peers_notice(self) -> None:
-        """A dead rank breaks its peers' collectives within milliseconds."""
-        world = self.world
-        for other in list(world.members.values()):
-            same_epoch = other.incarnation.run_uid == self.incarnation.run_uid and (
-                other.incarnation.epoch == self.incarnation.epoch
-            )
-            suffers = same_epoch and other is not self and other._runs
-            if suffers and world.random.random() < world.faults.peer_dies_of_it:
-                blames = CauseEvidence(blames_peer=True)
-                world.after(world.random.uniform(0, 0.3), other._command_ends, ProcessExit(code=1), blames)
+    def _kill_failed(self, event: ev.KillFailed) -> None:
+        if self.process is not None and self.process.is_alive:
+            self.handle(event)
 
-    def _end_process(self) -> None:
-        if self._runs:
-            self._runs = False
-            self.world.process_ended(self.incarnation)
+    def process_ended(self, exit_: ProcessExit, evidence: CauseEvidence) -> None:
+        """The launcher sees it, a little later."""
+        self.machine.after(self.world.random.uniform(0.0, 0.1), self._tell_end, exit_, evidence)
+
+    def _tell_end(self, exit_: ProcessExit, evidence: CauseEvidence) -> None:
+        self.handle(ev.CommandExited(incarnation=self.incarnation, exit=exit_))
+        self.handle(ev.TreeEmpty(incarnation=self.incarnation, evidence=evidence))
+
+    # ---- reports ----------------------------------------------------------------------------------
 
     def _send(self, effect: do.SendReport) -> None:
-        if self.is_gone:
-            return
-        answer: Any = ev.ReportAcknowledged if self.world.report(effect.report) else ev.ReportUndelivered
-        self._soon(answer(incarnation=self.incarnation, report_id=effect.report_id))
+        report, report_id = effect.report, effect.report_id
+
+        def answered(is_taken: bool) -> None:
+            answer: Any = ev.ReportAcknowledged if is_taken else ev.ReportUndelivered
+            self.handle(answer(incarnation=self.incarnation, report_id=report_id))
+
+        self.world.network.report(self.machine, report, answered)
+
+
+def _arrival(payload: bytes) -> Arrival:
+    address, master_port = payload.decode().split()
+    return Arrival(address=address, master_port=int(master_port))

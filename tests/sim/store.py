@@ -1,45 +1,108 @@
-"""The simulated rendezvous store: the real `StoreState`, and connections that are function calls.
+"""The simulated rendezvous store: the real `StoreState` on a clock of its own, which can be restarted and stall.
 
-Heartbeats are not events of their own (they would be most of all events): whoever is alive is taken to have
-renewed its lease whenever the store looks.
+While the world is calm its keepers doze (see `tests.sim.keeper`), and so does the store's tick; the leases of those
+that doze are brought up to date whenever they are looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from agents.core.events import Arrival
-from coordinator.core.events import BarrierOpened, LeaseGone, LeaseLapsed
-from coordinator.core.resync import StoreView, missed_events
-from mesh.ids import Epoch, Incarnation, RunUid
-from mesh.reasons import Reason
+from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.store import messages as ms
 from mesh.store.books import ConnectionId, Output
 from mesh.store.limits import TICK_S_MAX
 from mesh.store.state import StoreState
 
 if TYPE_CHECKING:
-    from tests.sim.member import SimMember
+    from tests.sim.keeper import SimKeeper
+    from tests.sim.process import SimProcess
+    from tests.sim.store_line import StoreLine
+    from tests.sim.wire import Wire
     from tests.sim.world import World
-
-TTL_S, GUARD_S = 3.0, 0.3
-TICKS_TO_LAPSE = int((TTL_S + GUARD_S) / TICK_S_MAX) + 3
 
 
 class SimStore:
-    """One store that never fails (the faults of this simulation are elsewhere)."""
+    """One store process after the other.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        rate: of its monotonic clock.
+    """
+
+    def __init__(self, world: World, *, rate: float) -> None:
         self.world = world
-        self.state = StoreState(instance="sim")
-        self._opened: set[tuple[RunUid, Epoch]] = set()
+        self.rate = rate
+        self.life = 0
+        self.is_down = False
+        self.is_stalled = False
+        self.opened: dict[tuple[RunUid, Epoch], tuple[IncarnationToken, ...]] = {}
+        """The truth about barriers: with which incarnations each one opened, whichever store opened it."""
+        self.keepers: dict[IncarnationToken, SimKeeper] = {}
+        """Of leases that may be held."""
         self._connections = 0
-        self._request_id = 0
-        self._members: dict[ConnectionId, SimMember] = {}
-        self._ticks_left = 0
-        self._admin = self._connect(ms.Role.ADMIN)
-        self._ask(self._admin, ms.Watch, ())
-        self.state.tick(world.now)
+        self._wires: dict[ConnectionId, Wire] = {}
+        self._line: StoreLine | None = None
+        self._line_id: ConnectionId | None = None
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._ticks = False
+        self._start()
+
+    def _start(self) -> None:
+        self.state: StoreState = self.world.parts.store_state(instance=f"store {self.life}")
+        self._keys = self._connect(ms.Role.MEMBER)
+        self.state.tick(self.clock())
+
+    def clock(self) -> float:
+        return self.world.now * self.rate
+
+    # ---- its own troubles -------------------------------------------------------------------------
+
+    def run(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Something reaches it: handled now, or when it goes on."""
+        if self.is_stalled:
+            self._backlog.append((act, arguments))
+        else:
+            act(*arguments)
+
+    def stall(self, for_s: float) -> None:
+        """It does not run for a while; what is sent to it waits."""
+        if self.is_down or self.is_stalled:
+            return
+        self.is_stalled = True
+        self.world.after(for_s, self._go_on, self.life)
+
+    def _go_on(self, life: int) -> None:
+        if life != self.life or not self.is_stalled:
+            return
+        self.is_stalled = False
+        ticks_first = self.world.random.random() < 0.5
+        if ticks_first:
+            self._deliver_all(self.state.tick(self.clock()))
+        backlog, self._backlog = self._backlog, []
+        for act, arguments in backlog:
+            act(*arguments)
+        self._tick_on()
+
+    def restart(self, down_s: float) -> None:
+        """Its process dies with everything it knew; another one comes."""
+        if self.is_down:
+            return
+        self.is_down, self.is_stalled = True, False
+        self._backlog.clear()
+        self.life += 1
+        wires, self._wires = self._wires, {}
+        line, self._line, self._line_id = self._line, None, None
+        for wire in wires.values():
+            wire.down(None)
+        if line is not None:
+            line.hear_lost()
+        self.world.after(down_s, self._come_back)
+
+    def _come_back(self) -> None:
+        self.is_down = False
+        self._start()
+        self._tick_on()
 
     # ---- connections ------------------------------------------------------------------------------
 
@@ -49,156 +112,160 @@ class SimStore:
         self.state.connected(connection, role, hello_id=1)
         return connection
 
-    def _ask(self, connection: ConnectionId, kind: Any, fields: tuple[Any, ...]) -> Any:
-        """Sends a request; delivers what it leads to; returns the direct reply, None when it is deferred."""
-        self._request_id += 1
-        outputs = self.state.handle(kind(self._request_id, *fields), connection, self.world.now)
-        reply = None
-        for to, message in outputs:
-            if to == connection and getattr(message, "id", None) == self._request_id:
-                reply = message
-                if kind is not ms.Arrive:
-                    continue
-            self._deliver(to, message)
-        return reply
+    def accept(self, wire: Wire) -> None:
+        if self.is_down or wire.life != self.life:
+            wire.down(None)
+            return
+        wire.id = self._connect(ms.Role.MEMBER)
+        self._wires[wire.id] = wire
+        wire.down(ms.Welcome(1, self.state.instance, ms.Role.MEMBER))
+
+    def hang_up(self, wire: Wire) -> None:
+        if wire.id is not None and self._wires.pop(wire.id, None) is not None:
+            self._deliver_all(self.state.disconnected(wire.id))
+            self._tick_on()
+
+    def receive(self, wire: Wire, message: ms.Request) -> None:
+        if wire.id not in self._wires:
+            wire.down(None)
+            return
+        self._handle(message, wire.id)
+
+    def connect_line(self, line: StoreLine) -> bool:
+        """The coordinator's connection; False when there is nobody."""
+        if self.is_down:
+            return False
+        self.hang_up_line(self._line)
+        self._line, self._line_id = line, self._connect(ms.Role.ADMIN)
+        return True
+
+    def hang_up_line(self, line: StoreLine | None) -> None:
+        if line is not None and line is self._line:
+            assert self._line_id is not None
+            self.state.disconnected(self._line_id)
+            self._line = self._line_id = None
+
+    def serve_line(self, line: StoreLine, message: ms.Request) -> None:
+        if line is self._line and self._line_id is not None:
+            self._handle(message, self._line_id)
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def _handle(self, message: ms.Request, connection: ConnectionId) -> None:
+        if isinstance(message, ms.Arrive | ms.GrantLease | ms.Snapshot):
+            self._refresh_dozing(message.gang)
+        now = self.clock()
+        for to, reply in self.state.handle(message, connection, now):
+            self._deliver(to, reply)
+        if isinstance(message, ms.GrantLease):
+            self._tick_on()
+
+    def serve_key(self, process: SimProcess, kind: Any, fields: tuple[Any, ...]) -> None:
+        """A request of a user's process, about keys; or of a ghost, about anything."""
+        if self.is_down:
+            return
+        truth = self.world.truth
+        if kind is ms.Arrive:
+            rank, token, *key = fields
+            request: Any = ms.Arrive(1, *key, rank, token, ms.START_BARRIER, b"ghost")
+        else:
+            request = kind(1, *fields)
+        for to, reply in self.state.handle(request, self._keys, self.clock()):
+            if to == self._keys:
+                truth.key_answered(process, request, reply)
+            else:
+                self._deliver(to, reply)
 
     def _deliver_all(self, outputs: list[Output]) -> None:
         for to, message in outputs:
             self._deliver(to, message)
 
     def _deliver(self, to: ConnectionId, message: ms.Message) -> None:
-        if to == self._admin:
-            self._push(message)
+        if isinstance(message, ms.BarrierOpened):
+            if (message.gang, message.epoch) not in self.opened:
+                self._note_opening(message)
+        elif isinstance(message, ms.LeaseLapsed):
+            self.world.truth.lease_lapsed(self.keepers.get(message.token))
+        if to == self._line_id:
+            assert self._line is not None
+            self._line.from_store(message)
+        elif (wire := self._wires.get(to)) is not None:
+            if isinstance(message, ms.Opened):
+                self._note_opened(wire)
+            wire.down(message)
+
+    def _note_opened(self, wire: Wire) -> None:
+        """Whether anybody watches or not: the barrier is open once a member is told so."""
+        incarnation = wire.receiver.incarnation  # type: ignore[attr-defined]
+        gang = self.state.books.gangs[incarnation.run_uid]
+        if (gang.uid, gang.epoch) not in self.opened:
+            barrier = gang.barriers[ms.START_BARRIER]
+            self._note_opening(ms.BarrierOpened(gang.uid, gang.epoch, ms.START_BARRIER, barrier.tokens()))
+
+    def _note_opening(self, message: ms.BarrierOpened) -> None:
+        self.opened[message.gang, message.epoch] = message.tokens
+        gang = self.state.books.gangs[message.gang]
+        now = self.clock()
+        valid = {
+            lease.token for lease in gang.leases.values() if now < lease.deadline or self._dozes(lease.token)
+        }
+        self.world.truth.barrier_opened(message, valid)
+
+    # ---- time -------------------------------------------------------------------------------------
+
+    def _dozes(self, token: IncarnationToken) -> bool:
+        keeper = self.keepers.get(token)
+        return keeper is not None and keeper.is_dozing
+
+    def _refresh_dozing(self, uid: RunUid) -> None:
+        gang = self.state.books.gangs.get(uid)
+        if gang is not None:
+            for lease in gang.leases.values():
+                if self._dozes(lease.token):
+                    lease.renew(self.clock())
+
+    def renewed(self, uid: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken, ago_s: float) -> None:
+        """A keeper that has dozed says when its last heartbeat was received."""
+        gang = self.state.books.gangs.get(uid)
+        if gang is not None and gang.epoch == epoch:
+            lease = gang.leases.get(rank)
+            if lease is not None and lease.token == token:
+                lease.renew(self.clock() - ago_s * self.rate)
+
+    def rouse_before(self) -> None:
+        """Something is about to go wrong: whatever dozed has been heard of until now."""
+        if not self._ticks and not self.is_down:
+            for gang in self.state.books.gangs.values():
+                self._refresh_dozing(gang.uid)
+            self.state.books.last_tick = self.clock()
+
+    def rouse(self) -> None:
+        """Heartbeats count again one by one."""
+        self._tick_on()
+
+    def _tick_on(self) -> None:
+        if self._ticks or self.is_down or self.is_stalled or not self._has_to_tick():
             return
-        member = self._members.get(to)
-        if member is None:
+        self._ticks = True
+        if self.state.books.last_tick is not None and not self.world.troubled:
+            self.state.books.last_tick = self.clock()  # it has ticked all the time, only nobody wrote it down
+        self.world.after(TICK_S_MAX * 0.9 / self.rate, self._tick, self.life)
+
+    def _has_to_tick(self) -> bool:
+        if self.world.troubled:
+            return bool(self.state.books.gangs)
+        return any(
+            not self._dozes(lease.token)
+            for gang in self.state.books.gangs.values()
+            for lease in gang.leases.values()
+        )
+
+    def _tick(self, life: int) -> None:
+        if life != self.life or self.is_stalled or self.is_down:
+            self._ticks = False
             return
-        match message:
-            case ms.Opened():
-                self._opened.add((member.incarnation.run_uid, member.incarnation.epoch))
-                member.barrier_opened(tuple(_arrival(payload) for payload in message.payloads))
-            case ms.Refused():
-                member.barrier_refused(message.reason)
-            case _:
-                raise AssertionError(message)
-
-    def _push(self, message: ms.Message) -> None:
-        """What the watching coordinator hears, if it is up."""
-        world, life = self.world, self.world.life
-        match message:
-            case ms.BarrierOpened():
-                event: Any = BarrierOpened(epoch=message.epoch, tokens=message.tokens)
-            case ms.LeaseLapsed() | ms.LeaseReleased():
-                kind = LeaseLapsed if isinstance(message, ms.LeaseLapsed) else LeaseGone
-                event = kind(
-                    incarnation=Incarnation(
-                        run_uid=message.gang, epoch=message.epoch, rank=message.rank, token=message.token
-                    )
-                )
-            case _:
-                return
-        world.soon(world._answer, message.gang, event, life)
-
-    # ---- what the coordinator asks ----------------------------------------------------------------
-
-    def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, is_new: bool) -> None:
-        self._ask(self._admin, ms.SetFloor, (uid, epoch, size, is_new, ()))
-
-    def revoke(self, incarnation: Incarnation) -> bool | None:
-        """None: not known yet, ask again."""
-        reply = self._ask(self._admin, ms.Revoke, _key(incarnation))
-        if isinstance(reply, ms.Refused):
-            return None if reply.reason is Reason.UNKNOWN_GANG else True
-        return bool(reply.value)
-
-    def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool | None:
-        """None: not known yet, ask again."""
-        reply = self._ask(self._admin, ms.CloseBarrier, (uid, epoch, ms.START_BARRIER))
-        if isinstance(reply, ms.Refused):
-            return None if reply.reason is Reason.UNKNOWN_GANG else False
-        return bool(reply.value)
-
-    def forget(self, uid: RunUid, epoch: Epoch) -> None:
-        self._ask(self._admin, ms.DropGang, (uid,))
-
-    def resync(self) -> None:
-        """A coordinator that came back watches again, and catches up."""
-        self.state.disconnected(self._admin)
-        self._admin = self._connect(ms.Role.ADMIN)
-        self._ask(self._admin, ms.Watch, ())
-        for uid, core in self.world.cores.items():
-            snapshot = self._ask(self._admin, ms.Snapshot, (uid,))
-            if isinstance(snapshot, ms.GangSnapshot):
-                view = StoreView(
-                    epoch=snapshot.epoch,
-                    holders=frozenset((lease.rank, lease.token) for lease in snapshot.leases),
-                    has_opened=any(b.is_open for b in snapshot.barriers),
-                    tokens=next((b.tokens for b in snapshot.barriers), ()),
-                )
-                for event in missed_events(core.gang, view):
-                    self.world.soon(self.world._answer, uid, event, self.world.life)
-
-    # ---- what members ask -------------------------------------------------------------------------
-
-    def grant_lease(self, member: SimMember) -> Reason | None:
-        """None when it was granted."""
-        if member.connection is None:
-            member.connection = self._connect(ms.Role.MEMBER)
-            self._members[member.connection] = member
-        incarnation = member.incarnation
-        reply = self._ask(member.connection, ms.GrantLease, (*_key(incarnation), TTL_S, GUARD_S))
-        return reply.reason if isinstance(reply, ms.Refused) else None
-
-    def release_lease(self, member: SimMember) -> None:
-        if member.connection is not None:
-            self._ask(member.connection, ms.ReleaseLease, _key(member.incarnation))
-
-    def arrive(self, member: SimMember, arrival: Arrival) -> None:
-        if member.is_gone or member.connection is None:
-            return
-        self._renew_the_living()
-        payload = repr((arrival.address, arrival.master_port)).encode()
-        key = _key(member.incarnation)
-        self._ask(member.connection, ms.Arrive, (*key, ms.START_BARRIER, payload))
-
-    def connection_lost(self, member: SimMember) -> None:
-        """The member died; its lease counts down from here."""
-        if member.connection is None:
-            return
-        connection, member.connection = member.connection, None
-        del self._members[connection]
-        self._renew_the_living()
-        holds_lease = bool(self.state.books.leases_of(connection))
-        self._deliver_all(self.state.disconnected(connection))
-        if not holds_lease:
-            return
-        if self._ticks_left == 0:
-            self.world.after(TICK_S_MAX, self._tick)
-        self._ticks_left = TICKS_TO_LAPSE
-
-    def _renew_the_living(self) -> None:
-        if self._ticks_left == 0:
-            self.state.tick(self.world.now)  # nobody is dying: the time since the last look is forgiven
-        for connection, member in list(self._members.items()):
-            if member.core.state.lease_held:
-                self._ask(connection, ms.GrantLease, (*_key(member.incarnation), TTL_S, GUARD_S))
-
-    def _tick(self) -> None:
-        self._renew_the_living()
-        self._deliver_all(self.state.tick(self.world.now))
-        self._ticks_left -= 1
-        if self._ticks_left:
-            self.world.after(TICK_S_MAX, self._tick)
-
-    def has_opened(self, uid: RunUid, epoch: Epoch) -> bool:
-        """The truth about a barrier: somebody was let through, and it was complete."""
-        return (uid, epoch) in self._opened
-
-
-def _key(incarnation: Incarnation) -> tuple[Any, ...]:
-    return (incarnation.run_uid, incarnation.epoch, incarnation.rank, incarnation.token)
-
-
-def _arrival(payload: bytes) -> Arrival:
-    address, master_port = payload.decode().strip("()").split(", ")
-    return Arrival(address=address.strip("'"), master_port=int(master_port))
+        for gang in self.state.books.gangs.values():
+            self._refresh_dozing(gang.uid)
+        self._deliver_all(self.state.tick(self.clock()))
+        self._ticks = False
+        self._tick_on()

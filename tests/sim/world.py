@@ -1,59 +1,59 @@
-"""The simulated world: the real cores of coordinator, members and store under one seeded event heap.
+"""The simulated world: the real cores of coordinator, members, leases and store under one seeded event heap.
 
-Nothing here waits and nothing is random but through the seed, so a life of many minutes takes about a
-millisecond and every failure can be repeated by its seed. What the shells do is modelled as plainly as
-can be: an effect takes a while, may be performed although its coordinator has died meanwhile, and its answer
-is lost with the life of the coordinator that asked for it.
-
-The invariants of the design that need the whole world are checked here, after every step.
+Nothing here waits and nothing is random but through the seed, so a life of many minutes takes a few milliseconds and
+every failure can be repeated by its seed. What the shells do is modelled as plainly as can be, in the rooms beside
+this one: `coordinator` (journal and drivers), `store_line`, `store`, `fleet`, `machine`, `member`, `keeper`,
+`process`, `network`. `incidents` is what goes wrong, `truth` what must hold whatever does.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from coordinator.core import effects as do
+from agents.core.lease import Lease
+from agents.core.member import Member
 from coordinator.core import events as ev
 from coordinator.core.gang import GangCore
-from coordinator.core.gang_state import Gang, Holding
-from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, RunName, RunUid
-from mesh.messages import JoinOrder, MemberReport
-from mesh.plan import Endpoint, RunPlan
-from mesh.reasons import Reason
-from mesh.states import RunState, Transport
-from tests.sim.member import SimMember
+from coordinator.core.gang_state import Gang
+from coordinator.core.store_trust import StoreTrust
+from mesh.ids import RunName, RunUid
+from mesh.plan import RunPlan
+from mesh.states import FailurePolicy, RunState
+from mesh.store.state import StoreState
+from tests.sim.coordinator import SimCoordinator
+from tests.sim.faults import Faults, Incident
+from tests.sim.fleet import SimFleet
+from tests.sim.incidents import AFTERMATH_S, Incidents, cancel_event
+from tests.sim.network import Network
 from tests.sim.store import SimStore
+from tests.sim.truth import Truth, Violation
 
-NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="")
-STEPS_MAX = 20_000
-
-
-@dataclass(kw_only=True)
-class Faults:
-    """What may go wrong, as probabilities per occasion unless said otherwise."""
-
-    exit_badly: float = 0.15
-    start_failure: float = 0.03
-    peer_dies_of_it: float = 0.7
-    """A rank whose peer died ends too, complaining about the peer."""
-    never_arrives: float = 0.05
-    slow_preparation: float = 0.1
-    preparation_failure: float = 0.03
-    ignores_term: float = 0.2
-    machine_loss: float = 0.03
-    cancel: float = 0.3
-    crash_at_write: float = 0.05
-    crash_writes: dict[int, bool] = field(default_factory=dict)
-    """Exact crashes: number of the journal write -> whether the write itself still became durable."""
+STEPS_MAX = 60_000
+LIVENESS_S = 900.0
+"""So long after the world has healed every gang runs or has ended: one assembly that was stuck (300 s), one pause (at
+most 300 s here), and the assembly after it."""
+STARTUP_TIMEOUT_S = 300.0
 
 
-class Violation(AssertionError):
-    """An invariant does not hold; the message says which and when."""
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the world is made of; mutants put something broken in."""
+
+    gang_core: type[GangCore] = GangCore
+    lease: type[Lease] = Lease
+    member: type[Member] = Member
+    trust: type[StoreTrust] = StoreTrust
+    store_state: type[StoreState] = StoreState
+    coordinator: type[SimCoordinator] = SimCoordinator
+    fleet: type[SimFleet] = SimFleet
+    store: type[SimStore] = SimStore
+    leases_by_wall_clock: bool = False
+    validates_gangs: bool = True
+    sweeps_always: bool = False
 
 
 class World:
@@ -63,83 +63,77 @@ class World:
         seed: of everything that is random.
         gangs: how many runs are submitted; they compete for the machines.
         nodes: machines that each run wants.
-        machines: machines that there are.
+        machines: machines that there are at first.
         faults: None for the default mix.
     """
 
     def __init__(
-        self, seed: int, *, gangs: int = 1, nodes: int = 2, machines: int = 3, faults: Faults | None = None
+        self,
+        seed: int,
+        *,
+        gangs: int = 1,
+        nodes: int = 2,
+        machines: int = 3,
+        faults: Faults | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.seed = seed
         self.random = random.Random(seed)
         self.faults = faults or Faults()
+        self.parts = parts or Parts()
         self.now = 1000.0
         self.log: list[str] = []
         self.keeps_log = False
+        self.has_healed = False
+        self.heals_at = self.now + self.random.choice([20.0, 60.0, 150.0])
+        self.troubled = self.faults.every_heartbeat
+        """Something is wrong, or was a moment ago: heartbeats and ticks are simulated one by one."""
+        self.line_cut_until = 0.0
+        self._trouble_until = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
-        # the coordinator
-        self.cores: dict[RunUid, GangCore] = {}
-        self.life = 0
-        self.is_up = True
-        self.crashes = 0
-        # its journal: what is durable
-        self.journal: dict[RunUid, Gang] = {}
-        self.writes = 0
-        # the fleet
-        self.free = [MachineName(f"m{i}") for i in range(machines)]
-        self.machine_count = machines
-        self.held: dict[tuple[RunUid, int], list[MachineName]] = {}
-        self.granted: dict[tuple[RunUid, int], tuple[MachineName, ...]] = {}
-        self.waiting: list[tuple[RunUid, do.ReserveMachines, int]] = []
-        self.released: set[tuple[RunUid, int]] = set()
-        # the rest
-        self.store = SimStore(self)
-        self.members: dict[Incarnation, SimMember] = {}
-        self.running: dict[RunUid, dict[Incarnation, float]] = {}
-        """Live user processes: the truth that the invariants are about."""
-        self._alarms: dict[RunUid, float] = {}
+        self.steps = 0
+        self.truth = Truth(self)
+        self.incidents = Incidents(self)
+        self.network = Network(self)
+        self.fleet = self.parts.fleet(self)
+        drift = self.faults.clock_drift
+        self.store = self.parts.store(self, rate=1.0 + self.random.uniform(-drift, drift))
+        self.coordinator = self.parts.coordinator(self)
+        self._needed = gangs * nodes
+        for _ in range(machines):
+            self.fleet.add_machine()
         for index in range(gangs):
             self._submit(index, nodes)
+        self.coordinator.line.connect()
+        self.incidents.plan()
+        self.at(self.heals_at, self._heal)
 
     def _submit(self, index: int, nodes: int) -> None:
         plan = RunPlan(
             name=RunName(f"run{index}"),
             command=("true",),
             nodes=nodes,
-            startup_timeout_s=300.0,
-            max_assembly_retries=self.random.randrange(3),
+            startup_timeout_s=STARTUP_TIMEOUT_S,
+            max_assembly_retries=self.random.randrange(1, 3),
+            max_restarts=self.random.choice([0, 1, 3, 3]),
+            on_process_failure=self.random.choice([FailurePolicy.FAIL, FailurePolicy.RESTART_GANG]),
             grace_period_s=10.0,
         )
-        uid = RunUid(f"{index:016x}")
-        gang = Gang(uid=uid, plan=plan, created_at=self.now)
-        self.journal[uid] = gang.snapshot()
-        self.running[uid] = {}
-        self.after(self.random.uniform(0, 1), self._accept, uid)
-        if self.random.random() < self.faults.cancel:
-            when = self.random.choice([0.05, 0.5, 5.0, 60.0, 400.0])
-            self.after(self.random.uniform(0, when), self._cancel, uid)
+        gang = Gang(uid=RunUid(f"{index:016x}"), plan=plan, created_at=self.now)
+        self.coordinator.journal[gang.uid] = gang.snapshot()
+        self.after(self.random.uniform(0, 1), self._accept, gang)
 
-    def _accept(self, uid: RunUid) -> None:
-        if not self.is_up:
-            return  # the recovery reads it from the journal
-        if uid not in self.cores:
-            self.cores[uid] = self._core(self.journal[uid].snapshot())
-        self.tell(uid, ev.RunAccepted())
-
-    def _core(self, gang: Gang) -> GangCore:
-        return GangCore(gang, new_token=self._token, validate=True)
-
-    def _token(self) -> IncarnationToken:
-        return IncarnationToken(f"{self.random.getrandbits(32):08x}")
-
-    def _cancel(self, uid: RunUid) -> None:
-        if not self.is_up or uid not in self.cores:
-            self.after(1.0, self._cancel, uid)
-            return
-        self.tell(uid, ev.CancelRequested(reason=Reason.CANCELLED, message="Cancelled."))
+    def _accept(self, gang: Gang) -> None:
+        if self.coordinator.is_up:
+            self.coordinator.submit(gang)
 
     # ---- time -------------------------------------------------------------------------------------
+
+    def at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+        """Schedules an act."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (time, self._sequence, act, arguments))
 
     def after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
         """Schedules an act."""
@@ -148,7 +142,11 @@ class World:
 
     def soon(self, act: Callable[..., None], *arguments: Any) -> None:
         """Schedules an act after what a message takes: reordering comes of it."""
-        self.after(self.random.expovariate(1 / 0.01), act, *arguments)
+        self.after(self.random.expovariate(100.0), act, *arguments)
+
+    def roll(self, probability: float) -> bool:
+        """Whether something goes wrong now; nothing does once the world has healed."""
+        return probability > 0.0 and not self.has_healed and self.random.random() < probability
 
     def note(self, *words: object) -> None:
         """A line for whoever repeats a failing seed."""
@@ -157,268 +155,78 @@ class World:
 
     def run(self) -> World:
         """Lives until nothing is left to happen. Raises Violation."""
-        steps = 0
+        heap, pop = self._heap, heapq.heappop
         try:
-            while self._heap:
-                steps += 1
-                if steps > STEPS_MAX:
+            while heap:
+                self.steps += 1
+                if self.steps > STEPS_MAX:
                     raise Violation("9: liveness: the world does not come to rest")
-                self.now, _, act, arguments = heapq.heappop(self._heap)
+                self.now, _, act, arguments = pop(heap)
                 act(*arguments)
-            self._check_the_end()
+            self.truth.check_end()
         except AssertionError as error:
             raise Violation(f"{error} (seed {self.seed}, t={self.now - 1000:.3f})") from error
         return self
 
-    # ---- the coordinator --------------------------------------------------------------------------
+    # ---- trouble and healing ----------------------------------------------------------------------
 
-    def tell(self, uid: RunUid, event: ev.GangEvent, *, life: int | None = None) -> bool:
-        """Hands an event to the coordinator's core. False when it was not taken (or not durably)."""
-        if not self.is_up or (life is not None and life != self.life) or uid not in self.cores:
-            return False
-        core = self.cores[uid]
-        effects = core.handle(event, ev.Now(mono=self.now, wall=self.now))
-        if effects and isinstance(effects[0], do.Persist):
-            self.note(uid[-2:], type(event).__name__, "->", core.gang.state, core.gang.epoch)
-            if not self._write(uid, core):
-                return False
-            effects = effects[1:]
-        for effect in effects:
-            self.soon(self._perform, uid, effect, self.life)
-        self._set_alarm(uid, core)
-        return True
+    def trouble(self, for_s: float) -> None:
+        """Something goes wrong now, for so long: from here on every heartbeat counts."""
+        until = self.now + for_s + AFTERMATH_S
+        if until > self._trouble_until:
+            self._trouble_until = until
+            self.at(until, self._calm_down)
+        if not self.troubled:
+            self.store.rouse_before()
+            self.troubled = True
+            for keeper in list(self.store.keepers.values()):
+                keeper.rouse()
+            self.store.rouse()
 
-    def _write(self, uid: RunUid, core: GangCore) -> bool:
-        """One journal write; False when the coordinator died of or right after it."""
-        self.writes += 1
-        faults = self.faults
-        crash = self.writes in faults.crash_writes
-        becomes_durable = faults.crash_writes.get(self.writes, True)
-        if not crash and self.random.random() < faults.crash_at_write:
-            crash, becomes_durable = True, self.random.random() < 0.5
-        if becomes_durable:
-            before = self.journal[uid]
-            if before.state.is_terminal and core.gang.state is not before.state:
-                raise Violation("4: a terminal state changed in the journal")
-            self.journal[uid] = core.gang.snapshot()
-        if crash:
-            self._crash()
-        return not crash
+    def _calm_down(self) -> None:
+        if self.now >= self._trouble_until:
+            self.troubled = self.faults.every_heartbeat
 
-    def _crash(self) -> None:
-        self.note("--- the coordinator crashes")
-        self.crashes += 1
-        self.is_up = False
-        self.cores = {}
-        self._alarms = {}
-        self.after(self.random.uniform(0.5, 5.0), self._recover)
+    def _heal(self) -> None:
+        """From here on nothing goes wrong any more, and there are machines enough."""
+        self.note("--- the world has healed")
+        self.has_healed = True
+        for _ in range(self._needed):  # not those that a replacement has to avoid
+            self.fleet.add_machine()
+        for uid in self.coordinator.journal:
+            self.after(self.random.uniform(0.0, 5.0), self.wish, Incident.RESUME, uid)
+        self.after(LIVENESS_S, self.truth.check_liveness)
 
-    def _recover(self) -> None:
-        self.note("--- the coordinator is back")
-        self.life += 1
-        self.is_up = True
-        for uid, gang in self.journal.items():
-            if self.crashes % 16 == 1:  # the text form, now and then: it costs more than all the rest
-                gang = Gang.from_record(json.loads(json.dumps(gang.to_record())))
-            self.cores[uid] = self._core(gang.snapshot())
-        self.store.resync()
-        for uid in list(self.journal):
-            self.tell(uid, ev.CoordinatorRecovered())
+    # ---- what users want --------------------------------------------------------------------------
 
-    def _set_alarm(self, uid: RunUid, core: GangCore) -> None:
-        deadline = core.next_deadline()
-        if deadline is not None and self._alarms.get(uid) != deadline:
-            self._alarms[uid] = deadline
-            self.after(max(0.0, deadline - self.now), self._alarm, uid, self.life)
-
-    def _alarm(self, uid: RunUid, life: int) -> None:
-        self._alarms.pop(uid, None)
-        self.tell(uid, ev.TimePassed(), life=life)
-
-    # ---- effects ----------------------------------------------------------------------------------
-
-    def _perform(self, uid: RunUid, effect: do.GangEffect, life: int) -> None:
-        if life != self.life and self.random.random() < 0.5:
-            return  # it had not been sent when the coordinator died
-        match effect:
-            case do.ReserveMachines():
-                if (uid, effect.reservation) not in self.released:
-                    self.waiting.append((uid, effect, life))
-                    self._grant()
-            case do.WithdrawReservation():
-                self._withdraw(uid, effect.reservation, life)
-            case do.ReleaseMachine():
-                self._release(uid, effect, life)
-            case do.RevokeMember():
-                has_passed = self.store.revoke(effect.incarnation)
-                if has_passed is not None:
-                    revoked = ev.MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed)
-                    self.soon(self._answer, uid, revoked, life)
-                elif not self.journal[uid].state.is_terminal:
-                    self.after(0.1, self._perform, uid, effect, life)
-            case do.OpenEpoch():
-                self._check_epoch_is_durable(uid, effect.epoch)
-                self.store.open_epoch(uid, effect.epoch, effect.size, effect.is_new)
-            case do.CloseBarrier():
-                was_open = self.store.close_barrier(uid, effect.epoch)
-                if was_open is not None:
-                    closed = ev.BarrierClosed(epoch=effect.epoch, was_open=was_open)
-                    self.soon(self._answer, uid, closed, life)
-                elif not self.journal[uid].state.is_terminal:
-                    self.after(0.1, self._perform, uid, effect, life)
-            case do.OrderMember():
-                self._order(uid, effect, life)
-            case do.FenceMember():
-                member = self.members.get(effect.incarnation)
-                if member is not None and not member.is_gone:
-                    member.fence(effect.grace_s)
-                else:
-                    gone = ev.MemberVanished(incarnation=effect.incarnation, message="no actor")
-                    self.soon(self._answer, uid, gone, life)
-            case do.DismissMember():
-                member = self.members.get(effect.incarnation)
-                if member is not None:
-                    member.leave()
-            case do.ForgetGang():
-                self.store.forget(uid, effect.epoch)
+    def wish(self, kind: Incident, uid: RunUid) -> None:
+        """Asked again while the coordinator is away."""
+        event: ev.GangEvent
+        match kind:
+            case Incident.CANCEL:
+                event = cancel_event()
+            case Incident.SUSPEND:
+                event = ev.SuspendRequested(message="Suspended.")
             case _:
-                raise AssertionError(effect)
+                event = ev.ResumeRequested(message="Resumed.")
 
-    def _answer(self, uid: RunUid, event: ev.GangEvent, life: int) -> None:
-        self.tell(uid, event, life=life)
+        def done(is_taken: bool) -> None:
+            if kind is Incident.CANCEL and is_taken:
+                self.truth.cancel_taken(uid)
+            elif kind is Incident.RESUME and self.has_healed and not self._is_settled(uid):
+                self.after(5.0, self.wish, kind, uid)
 
-    def _order(self, uid: RunUid, effect: do.OrderMember, life: int) -> None:
-        incarnation = effect.incarnation
-        if effect.machine not in self.held.get((uid, effect.reservation), ()):
-            gone = ev.MemberVanished(incarnation=incarnation, message="its place is gone")
-            self.soon(self._answer, uid, gone, life)
-            return
-        if incarnation not in self.members:
-            self.members[incarnation] = SimMember(self, incarnation)
-        plan = self.journal[uid].plan
-        self.members[incarnation].join(
-            JoinOrder(
-                incarnation=incarnation,
-                plan=plan,
-                machine=effect.machine,
-                store=NOWHERE,
-                logs=NOWHERE,
-                transport=Transport.PRIVATE,
-            )
-        )
+        if not self.coordinator.tell(uid, event, done):
+            self.after(1.0, self.wish, kind, uid)
 
-    # ---- machines ---------------------------------------------------------------------------------
-
-    def _grant(self) -> None:
-        """All or nothing, first come first served among those that fit."""
-        for request in list(self.waiting):
-            uid, effect, life = request
-            key = (uid, effect.reservation)
-            if key in self.released:
-                self.waiting.remove(request)
-                continue
-            if key not in self.held:
-                fitting = [m for m in self.free if m not in effect.avoid]
-                if len(fitting) < effect.nodes:
-                    waiting = ev.ReservationWaiting(
-                        reservation=effect.reservation,
-                        why="Busy.",
-                        is_possible=self.machine_count - len(effect.avoid) >= effect.nodes,
-                    )
-                    self.soon(self._answer, uid, waiting, life)
-                    continue
-                self.random.shuffle(fitting)
-                self.held[key] = list(fitting[: effect.nodes])
-                self.granted[key] = tuple(self.held[key])
-                for machine in self.held[key]:
-                    self.free.remove(machine)
-            self.waiting.remove(request)
-            reserved = ev.MachinesReserved(
-                reservation=effect.reservation,
-                placements=tuple(ev.Placement(machine=m, address=f"{m}.test") for m in self.granted[key]),
-            )
-            self.soon(self._answer, uid, reserved, life)
-
-    def _withdraw(self, uid: RunUid, reservation: int, life: int) -> None:
-        key = (uid, reservation)
-        self.released.add(key)
-        for machine in list(self.held.get(key, ())):
-            self._give_back(key, machine)
-        self.soon(self._answer, uid, ev.ReservationWithdrawn(reservation=reservation), life)
-        self._grant()
-
-    def _release(self, uid: RunUid, effect: do.ReleaseMachine, life: int) -> None:
-        self._give_back((uid, effect.reservation), effect.machine)
-        released = ev.MachineReleased(reservation=effect.reservation, machine=effect.machine)
-        self.soon(self._answer, uid, released, life)
-        self._grant()
-
-    def _give_back(self, key: tuple[RunUid, int], machine: MachineName) -> None:
-        held = self.held.get(key, [])
-        if machine not in held:
-            return
-        held.remove(machine)
-        for incarnation, member in self.members.items():
-            if incarnation.run_uid == key[0] and member.machine == machine:
-                member.die()
-        self.free.append(machine)
-
-    # ---- what members do --------------------------------------------------------------------------
-
-    def process_started(self, incarnation: Incarnation) -> None:
-        """A user's process lives from now on. Invariants 1 and 2 are about this moment."""
-        live = self.running[incarnation.run_uid]
-        if any(other.epoch != incarnation.epoch for other in live):
-            raise Violation("1: two epochs of a gang have live processes")
-        if not self.store.has_opened(incarnation.run_uid, incarnation.epoch):
-            raise Violation("2: a process started before its barrier opened")
-        if incarnation in live:
-            raise Violation("2: a command was started twice")
-        live[incarnation] = self.now
-        self.note(incarnation.run_uid[-2:], f"rank {incarnation.rank}/{incarnation.epoch} lives")
-
-    def process_ended(self, incarnation: Incarnation) -> None:
-        """The user's process is dead."""
-        self.running[incarnation.run_uid].pop(incarnation, None)
-
-    def report(self, report: MemberReport) -> bool:
-        """A member's report at the coordinator's door; True when it was taken durably."""
-        uid = report.incarnation.run_uid
-        if self.is_up and uid in self.cores:
-            return self.tell(uid, report)
-        return False
-
-    # ---- invariants -------------------------------------------------------------------------------
-
-    def _check_epoch_is_durable(self, uid: RunUid, epoch: Epoch) -> None:
-        if epoch > self.journal[uid].epoch:
-            raise Violation("3: somebody hears of an epoch that is not durable")
-
-    def _check_the_end(self) -> None:
-        if not self.is_up:
-            raise Violation("9: the coordinator never came back")
-        for uid, gang in self.journal.items():
-            if not gang.state.is_terminal:
-                raise Violation(f"9: liveness: {uid} rests in {gang.state}: {gang.message}")
-            if not gang.is_released:
-                raise Violation("6: machines were never released")
-            if any(h.until is None for h in gang.holdings):
-                raise Violation("6: the ledger has an open line")
-            if self.running[uid]:
-                raise Violation("1: processes outlive their run")
-            self._check_ledger(gang.holdings)
-        if any(self.held.values()) or len(self.free) != self.machine_count:
-            raise Violation("6: the fleet still holds machines for nobody")
-
-    @staticmethod
-    def _check_ledger(holdings: list[Holding]) -> None:
-        for line in holdings:
-            if line.until is None or line.until < line.since:
-                raise Violation("6: a ledger line ends before it begins")
-        keys = [(line.machine, line.reservation) for line in holdings]
-        if len(keys) != len(set(keys)):
-            raise Violation("6: a machine is in the ledger twice for one reservation")
+    def _is_settled(self, uid: RunUid) -> bool:
+        """No suspension is under way any more."""
+        gang = self.coordinator.journal[uid]
+        if gang.state.is_terminal:
+            return True
+        wishes = [o for o in (gang.outcome, gang.wish) if o is not None]
+        return gang.state is not RunState.SUSPENDED and not any(o.kind == "Suspend" for o in wishes)
 
     def final_states(self) -> dict[RunUid, RunState]:
         """How every run ended."""
-        return {uid: gang.state for uid, gang in self.journal.items()}
+        return {uid: gang.state for uid, gang in self.coordinator.journal.items()}

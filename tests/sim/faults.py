@@ -1,0 +1,97 @@
+"""What may go wrong in a simulated world, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+
+
+class Incident(StrEnum):
+    """Something that happens to a machine, a process, the store, or the coordinator at one moment."""
+
+    MACHINE_LOST = "machine lost"
+    MACHINE_FROZEN = "machine frozen"
+    CUT_FROM_STORE = "cut from the store"
+    CUT_FROM_HEAD = "cut from coordinator and fleet"
+    CUT_OFF = "cut off from everything"
+    AGENT_DIED = "agent died"
+    KEEPER_DIED = "keeper died"
+    PROCESS_FAILED = "process failed"
+    SLOW_NETWORK = "slow network"
+    CLOCK_STEPPED = "wall clock stepped"
+    STORE_RESTARTED = "store restarted"
+    STORE_STALLED = "store stalled"
+    STORE_LINE_CUT = "coordinator's line to the store cut"
+    COORDINATOR_CRASHED = "coordinator crashed"
+    DISK_FULL = "journal cannot be written"
+    RECLAIM = "machine reclaimed"
+    CAPACITY_GONE = "a free machine is gone"
+    CAPACITY_CAME = "a machine joins"
+    CANCEL = "cancel"
+    SUSPEND = "suspend"
+    RESUME = "resume"
+
+
+USUAL = {
+    Incident.MACHINE_LOST: 5, Incident.MACHINE_FROZEN: 5, Incident.CUT_FROM_STORE: 3, Incident.CUT_FROM_HEAD: 3,
+    Incident.CUT_OFF: 4, Incident.AGENT_DIED: 3, Incident.KEEPER_DIED: 2, Incident.PROCESS_FAILED: 3,
+    Incident.SLOW_NETWORK: 2, Incident.CLOCK_STEPPED: 1, Incident.STORE_RESTARTED: 3, Incident.STORE_STALLED: 2,
+    Incident.STORE_LINE_CUT: 2, Incident.COORDINATOR_CRASHED: 3, Incident.DISK_FULL: 1, Incident.RECLAIM: 3,
+    Incident.CAPACITY_GONE: 1, Incident.CAPACITY_CAME: 2, Incident.CANCEL: 4, Incident.SUSPEND: 3,
+    Incident.RESUME: 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Probabilities per occasion, unless said otherwise. All of them are 0 once the world has healed."""
+
+    exit_badly: float = 0.08
+    start_failure: float = 0.01
+    peer_dies_of_it: float = 0.8
+    """A rank whose peer died ends too, complaining about the peer."""
+    never_arrives: float = 0.02
+    slow_preparation: float = 0.03
+    preparation_failure: float = 0.02
+    ignores_term: float = 0.2
+    stuck_in_the_kernel: float = 0.01
+    """A process that a kill does not end for a while."""
+    never_appears: float = 0.02
+    """The actor of a member cannot be created, or nothing is heard of it."""
+    long_run: float = 0.03
+    """A command that runs for more than ten minutes."""
+    message_lost: float = 0.01
+    message_twice: float = 0.02
+    crash_at_write: float = 0.01
+    crash_at_effect: float = 0.003
+    crash_writes: dict[int, bool] = field(default_factory=dict)
+    """Exact crashes: number of the journal write -> whether the write itself still became durable."""
+    crash_effects: frozenset[int] = frozenset()
+    """Exact crashes: numbers of the effects before which the coordinator dies."""
+    clock_drift: float = 1e-4
+    """How far a monotonic clock may run fast or slow, as a share."""
+    incidents: dict[Incident, int] = field(default_factory=lambda: dict(USUAL))
+    """Weights."""
+    incidents_max: int = 4
+    every_heartbeat: bool = False
+    """Simulate the heartbeats of healthy times too (see `tests.sim.keeper`)."""
+
+
+NO_FAULTS = replace(
+    Faults(),
+    **{f.name: 0.0 for f in fields(Faults) if f.type == "float" and f.name != "peer_dies_of_it"},
+    incidents={},
+    incidents_max=0,
+)
+
+
+def only(*incidents: Incident, at_most: int = 3) -> Faults:
+    """Nothing goes wrong but these."""
+    return replace(NO_FAULTS, incidents=dict.fromkeys(incidents, 1), incidents_max=at_most)
+
+
+def shape_of(seed: int) -> dict[str, int]:
+    """How big a world a seed means: mostly one gang of two, some crowded ones."""
+    gangs = (1, 1, 1, 1, 2)[seed % 5]
+    nodes = (2, 2, 3, 4)[seed % 4]
+    return {"gangs": gangs, "nodes": nodes, "machines": nodes + seed % 3}

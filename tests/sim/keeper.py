@@ -1,0 +1,186 @@
+"""One simulated keeper: the real lease core of `agents.core.lease`, on its machine's clock, over a wire.
+
+Heartbeats would be most of all that happens. So a keeper that holds its lease while nothing is wrong in the world
+*dozes*: its heartbeats are taken to succeed, unsimulated. Whenever something goes wrong, or something else happens to
+it, it is brought to where its last heartbeat would have left it, at most a heartbeat ago, and is simulated one by one.
+`Faults.every_heartbeat` turns that off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agents import lease_wire
+from agents.core import events as ev
+from agents.core import lease as ls
+from mesh.messages import HEARTBEAT_S, LEASE_GUARD_S, LEASE_TTL_S
+from mesh.reasons import Reason
+from mesh.store import messages as ms
+from tests.sim.wire import Wire
+
+if TYPE_CHECKING:
+    from tests.sim.member import SimMember
+
+TERMS = ls.LeaseTerms(ttl_s=LEASE_TTL_S, guard_s=LEASE_GUARD_S, heartbeat_s=HEARTBEAT_S)
+
+
+class SimKeeper:
+    """The process that holds one member's lease."""
+
+    def __init__(self, member: SimMember) -> None:
+        self.world = member.world
+        self.member = member
+        self.incarnation = member.incarnation
+        self.machine = member.machine
+        self.is_over = False
+        self.is_dozing = False
+        self._wire: Wire | None = None
+        self._alarm_at: float | None = None
+        self._alarm_number = 0
+        self.lease = self.world.parts.lease(terms=TERMS, started_at=self._now())
+        self.world.store.keepers[self.incarnation.token] = self
+        self._perform(self.lease.start())
+        self._set_alarm()
+
+    def _now(self) -> float:
+        return self.machine.wall() if self.world.parts.leases_by_wall_clock else self.machine.clock()
+
+    # ---- what it hears ----------------------------------------------------------------------------
+
+    def hear(self, message: ms.Message) -> None:
+        """From the store."""
+        event = lease_wire.event_of(message)
+        if event is not None:
+            self.handle(event)
+
+    def hear_lost(self) -> None:
+        self.handle(ls.ConnectionLost())
+
+    def hear_parent_died(self) -> None:
+        self.handle(ls.ParentDied())
+
+    def release(self) -> None:
+        self.handle(ls.ReleaseAsked())
+
+    def die(self) -> None:
+        """Killed: its connection closes, and its member sees the end of the pipe."""
+        if self.is_over:
+            return
+        self._end()
+        lost = ev.LeaseLost(
+            incarnation=self.incarnation, reason=Reason.LEASE_LOST, message="The keeper died."
+        )
+        self.machine.after(0.005, self.member.handle, lost)
+
+    def vanish(self) -> None:
+        """Its machine is gone."""
+        self.is_over = True
+        self.is_dozing = False
+
+    def handle(self, event: ls.LeaseEvent) -> None:
+        if self.is_over or self.machine.is_lost:
+            return
+        if self.is_dozing:
+            self.rouse()
+        self._perform(self.lease.handle(event, self._now()))
+        if (
+            isinstance(event, ls.Confirmed)
+            and not self.world.troubled
+            and not self.is_over
+            and self.lease.state.phase is ls.LeasePhase.HOLDING
+            and self.lease.state.connected
+        ):
+            self.is_dozing = True
+            self._alarm_at = None
+            self._alarm_number += 1
+        else:
+            self._set_alarm()
+
+    # ---- time -------------------------------------------------------------------------------------
+
+    def rouse(self) -> None:
+        """Ends the doze: the last heartbeat was at most a heartbeat ago, and was answered."""
+        if not self.is_dozing:
+            return
+        self.is_dozing = False
+        ago_s = self.world.random.uniform(0.0, HEARTBEAT_S - 0.01)
+        state = self.lease.state
+        state.held_from = self._now() - ago_s
+        state.sent_at = None
+        state.request_at = state.held_from + TERMS.heartbeat_s
+        state.wake_at = state.request_at
+        me = self.incarnation
+        self.world.store.renewed(me.run_uid, me.epoch, me.rank, me.token, max(0.0, ago_s - 0.005))
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        deadline = self.lease.next_deadline()
+        if deadline is None or deadline == self._alarm_at or self.is_over:
+            return
+        self._alarm_at = deadline
+        self._alarm_number += 1
+        self.machine.after(max(0.0, deadline - self._now()) + 1e-3, self._alarm, self._alarm_number)
+
+    def _alarm(self, number: int) -> None:
+        if number == self._alarm_number:
+            self._alarm_at = None
+            self.handle(ls.Woke())
+
+    # ---- what it does -----------------------------------------------------------------------------
+
+    def _perform(self, effects: list[ls.LeaseEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case ls.Request():
+                    self._request(effect)
+                case ls.Connect():
+                    if self._wire is not None:
+                        self._wire.close()
+                    self._wire = Wire(self.world.store, self.machine, self)
+                case ls.Tell():
+                    self._tell(effect)
+                case ls.FreezeTree() | ls.ThawTree() | ls.KillTree():
+                    self._treat_tree(effect)
+                case ls.End():
+                    self._end()
+
+    def _request(self, effect: ls.Request) -> None:
+        assert self._wire is not None, "a request follows a connection"
+        me = self.incarnation
+        key = (effect.request_id, me.run_uid, me.epoch, me.rank, me.token)
+        if effect.op == "release":
+            self._wire.send(ms.ReleaseLease, key)
+        else:
+            self._wire.send(ms.GrantLease, (*key, TERMS.ttl_s, TERMS.guard_s))
+
+    def _tell(self, effect: ls.Tell) -> None:
+        me = self.incarnation
+        reason = effect.reason or Reason.LEASE_LOST
+        match effect.word:
+            case "granted":
+                event: ev.MemberEvent = ev.LeaseGranted(incarnation=me)
+            case "refused":
+                event = ev.LeaseRefused(incarnation=me, reason=reason, message=effect.message)
+            case "lost":
+                event = ev.LeaseLost(incarnation=me, reason=reason, message=effect.message)
+            case _:
+                return
+        self.machine.after(0.001, self.member.handle, event)
+
+    def _treat_tree(self, effect: ls.LeaseEffect) -> None:
+        process = self.member.process
+        if process is None or not process.is_alive:
+            return
+        match effect:
+            case ls.FreezeTree():
+                process.freeze()
+            case ls.ThawTree():
+                process.thaw()
+            case _:
+                self.machine.after(self.world.random.uniform(0.0, 0.02), self.member.kill_tree)
+
+    def _end(self) -> None:
+        self.is_over = True
+        self.is_dozing = False
+        if self._wire is not None:
+            self._wire.close()

@@ -1,0 +1,246 @@
+"""What is so in the simulated world, whoever believes what; and the design's invariants about it, after every step.
+
+Each violation names its invariant by the design's number, or by the word that `tests.sim.test_mutants` looks for. The
+invariants of one gang's own state are `coordinator.core.invariants`, checked inside the core.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coordinator.core.gang_state import Gang, Holding, OutcomeKind, Settlement
+from coordinator.core.recovery import FRUITLESS_MAX, HEALTHY_S
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunUid
+from mesh.states import RunState
+from mesh.store import messages as ms
+
+if TYPE_CHECKING:
+    from tests.sim.keeper import SimKeeper
+    from tests.sim.machine import Machine
+    from tests.sim.process import SimProcess
+    from tests.sim.world import World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; the message says which and when."""
+
+
+class Truth:
+    """Watches everything. Raises Violation."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.alive: dict[RunUid, dict[Incarnation, SimProcess]] = {}
+        """User processes that are not dead, acting or not."""
+        self.settled: dict[Incarnation, Settlement] = {}
+        """Members of which the journal says why nothing of them can act any more."""
+        self._started: set[tuple[RunUid, Epoch, Rank]] = set()
+        self._heard: dict[RunUid, Epoch] = {}
+        self._cancelled: set[RunUid] = set()
+        self._deaths: dict[tuple[RunUid, Epoch], list[tuple[float, Rank, str]]] = {}
+        """Commands that did not end well: when, of which rank, and how: by itself, by a peer, or taken along."""
+        self._by_itself: set[Incarnation] = set()
+        self._lost_seats: dict[tuple[RunUid, Rank], MachineName] = {}
+        self._fruitless: dict[RunUid, int] = {}
+        self._running_since: dict[RunUid, float] = {}
+
+    # ---- processes --------------------------------------------------------------------------------
+
+    def process_started(self, process: SimProcess) -> None:
+        """Invariants 1 and 2 are about this moment."""
+        me = process.incarnation
+        tokens = self.world.store.opened.get((me.run_uid, me.epoch))
+        if tokens is None:
+            raise Violation("2: a process started before its barrier opened")
+        if tokens[me.rank] != me.token:
+            raise Violation("2: a process started for which no barrier opened")
+        if (me.run_uid, me.epoch, me.rank) in self._started:
+            raise Violation("2: a command was started twice")
+        self._started.add((me.run_uid, me.epoch, me.rank))
+        self.alive.setdefault(me.run_uid, {})[me] = process
+        self.check_acting()
+        self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} lives on {process.machine.name}")
+
+    def process_ended(self, process: SimProcess) -> None:
+        me = process.incarnation
+        del self.alive[me.run_uid][me]
+        self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} is dead")
+
+    def failed_by_itself(self, incarnation: Incarnation) -> None:
+        self._by_itself.add(incarnation)
+
+    def died(self, incarnation: Incarnation, how: str) -> None:
+        """A command ended badly while nothing had been decided about its epoch."""
+        key = (incarnation.run_uid, incarnation.epoch)
+        if incarnation in self._by_itself:
+            how = "by itself"
+        self._deaths.setdefault(key, []).append((self.world.now, incarnation.rank, how))
+
+    def check_acting(self) -> None:
+        """Whenever somebody begins to act, or goes on."""
+        for uid, processes in self.alive.items():
+            epochs = set()
+            for incarnation, process in processes.items():
+                if not process.is_acting:
+                    continue
+                epochs.add(incarnation.epoch)
+                proof = self.settled.get(incarnation, Settlement.FENCE_FAILED)
+                if proof is not Settlement.FENCE_FAILED:
+                    raise Violation(f"1: a process acts of which it was proven that it cannot ({proof})")
+            if len(epochs) > 1:
+                raise Violation(f"1: two epochs of {uid} act at once")
+
+    # ---- the journal ------------------------------------------------------------------------------
+
+    def committed(self, before: Gang, after: Gang) -> None:
+        uid = after.uid
+        if before.state.is_terminal and after.state is not before.state:
+            raise Violation("4: a terminal state changed in the journal")
+        self._note_settled(before, after)
+        self._note_seats(before, after)
+        if after.epoch != before.epoch:
+            self._check_new_epoch(before, after)
+        if after.state is not before.state:
+            if before.state is RunState.RUNNING:
+                began = self._running_since.pop(uid, self.world.now)
+                if self.world.now - began >= HEALTHY_S:
+                    self._fruitless[uid] = 0
+            if after.state is RunState.RUNNING:
+                self._running_since[uid] = self.world.now
+            if after.state is RunState.FAILED:
+                self._check_blame(after)
+
+    def _note_settled(self, before: Gang, after: Gang) -> None:
+        known = self.settled
+        retired = after.attempts[len(before.attempts) :]
+        news = False
+        for member in (*after.members.values(), *retired):
+            if member.settlement is not None and member.incarnation not in known:
+                known[member.incarnation] = member.settlement
+                news = True
+        if news:
+            self.check_acting()
+
+    def _note_seats(self, before: Gang, after: Gang) -> None:
+        if before.holdings == after.holdings:
+            return
+        old, new = before.seats, after.seats
+        is_fresh = before.outcome is not None and before.outcome.kind is not OutcomeKind.JUDGE
+        for rank, seat in old.items():
+            if rank not in new or new[rank].machine != seat.machine:
+                self._lost_seats[after.uid, rank] = seat.machine
+        if is_fresh and not new:
+            for rank in range(after.plan.nodes):
+                self._lost_seats.pop((after.uid, Rank(rank)), None)  # all is given back, and begins anew
+        for rank, seat in new.items():
+            is_taken = rank not in old or old[rank].machine != seat.machine
+            if is_taken and self._lost_seats.pop((after.uid, rank), None) == seat.machine:
+                raise Violation("5: a replacement is on the machine that it replaces")
+
+    def _check_new_epoch(self, before: Gang, after: Gang) -> None:
+        uid = after.uid
+        if uid in self._cancelled:
+            raise Violation("4: a run that was cancelled begins an epoch")
+        for incarnation, process in self.alive.get(uid, {}).items():
+            if process.is_acting:
+                raise Violation(
+                    f"1: epoch {after.epoch} begins while rank {incarnation.rank} of another acts"
+                )
+        if (
+            (before.epoch and after.restarts.total > before.restarts.total)
+            or before.restarts != after.restarts
+            or (before.epoch and before.outcome is not None and before.outcome.kind is OutcomeKind.JUDGE)
+        ):
+            self._fruitless[uid] = self._fruitless.get(uid, 0) + 1
+        if self._fruitless.get(uid, 0) > FRUITLESS_MAX:
+            raise Violation("7: more restarts in a row than any budget allows")
+
+    def _check_blame(self, gang: Gang) -> None:
+        cause = gang.cause
+        if cause is None or not cause.evidence.blames_peer:
+            return
+        deaths = self._deaths.get((gang.uid, gang.epoch), [])
+        first = min(deaths, default=None)
+        if first is not None and first[1] != cause.rank and first[2] != "by a peer":
+            raise Violation(f"blame: rank {cause.rank} is named, a victim of rank {first[1]} ({first[2]})")
+
+    def epoch_heard(self, uid: RunUid, epoch: Epoch) -> None:
+        """Somebody outside the coordinator is told of the epoch."""
+        if epoch > self.world.coordinator.journal[uid].epoch:
+            raise Violation("3: somebody hears of an epoch that is not durable")
+        self._heard[uid] = max(epoch, self._heard.get(uid, epoch))
+
+    def read_back(self, gang: Gang) -> None:
+        """What a coordinator finds in the journal when it comes back."""
+        if gang.epoch < self._heard.get(gang.uid, 0):
+            raise Violation("3: an epoch that was heard of is not in the journal any more")
+
+    def cancel_taken(self, uid: RunUid) -> None:
+        """The user was told that the run is being cancelled."""
+        self._cancelled.add(uid)
+
+    # ---- the store --------------------------------------------------------------------------------
+
+    def barrier_opened(self, message: ms.BarrierOpened, valid: set[IncarnationToken]) -> None:
+        if any(token not in valid for token in message.tokens):
+            raise Violation("2: a barrier opened for a rank without a valid lease")
+
+    def lease_lapsed(self, keeper: SimKeeper | None) -> None:
+        """Declared lost: was there any reason to?"""
+        if keeper is None or keeper.is_over or keeper.machine.troubled_until >= self.world.now:
+            return
+        raise Violation("9: a healthy member was declared lost")
+
+    def key_answered(self, process: SimProcess, request: Any, reply: ms.Message) -> None:
+        """A process asked the store something under its epoch."""
+        if isinstance(reply, ms.Refused):
+            return
+        gang = self.world.store.state.books.gangs[request.gang]
+        if request.epoch != gang.epoch:
+            raise Violation("8: the store served a process of an older epoch")
+        if isinstance(reply, ms.Value) and reply.value != f"{request.epoch}".encode():
+            raise Violation("8: a rank read what another epoch had written")
+
+    # ---- machines ---------------------------------------------------------------------------------
+
+    def machine_granted(self, machine: Machine, uid: RunUid) -> None:
+        if machine.processes:
+            raise Violation("6: a machine is given away on which something still runs")
+
+    # ---- the end ----------------------------------------------------------------------------------
+
+    def check_liveness(self) -> None:
+        """Some time after the world has healed."""
+        for uid, gang in self.world.coordinator.journal.items():
+            if gang.state.is_terminal:
+                continue
+            acting = sum(p.is_acting for p in self.alive.get(uid, {}).values())
+            succeeded = sum(m.succeeded for m in gang.members.values())
+            is_well = gang.state is RunState.RUNNING and acting + succeeded == gang.plan.nodes
+            if not is_well and gang.state is not RunState.RUNNING:
+                raise Violation(f"9: liveness: {uid} is {gang.state}: {gang.message}")
+
+    def check_end(self) -> None:
+        """When nothing is left to happen."""
+        world = self.world
+        if not world.coordinator.is_up:
+            raise Violation("9: the coordinator never came back")
+        for uid, gang in world.coordinator.journal.items():
+            if not gang.state.is_terminal:
+                raise Violation(f"9: liveness: {uid} rests in {gang.state}: {gang.message}")
+            if not gang.is_released:
+                raise Violation("6: machines were never released")
+            if self.alive.get(uid):
+                raise Violation("1: processes outlive their run")
+            self._check_ledger(gang.holdings)
+        if world.fleet.owner:
+            raise Violation("6: the fleet still holds machines for nobody")
+
+    @staticmethod
+    def _check_ledger(holdings: list[Holding]) -> None:
+        for line in holdings:
+            if line.until is None or line.until < line.since:
+                raise Violation("6: a ledger line is open or ends before it begins")
+        keys = [(line.machine, line.reservation) for line in holdings]
+        if len(keys) != len(set(keys)):
+            raise Violation("6: a machine is in the ledger twice for one reservation")
