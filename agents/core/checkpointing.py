@@ -253,7 +253,11 @@ class Checkpointing:
     ) -> None:
         self._numbers += 1
         part = TakePart(
-            number=self._numbers, steps=steps, entries=entries, is_whole=is_whole, copy=self._torn > 0
+            number=self._numbers,
+            steps=steps,
+            entries=entries,
+            is_whole=is_whole,
+            copy=is_whole and self._torn > 0,
         )
         self._in_flight = _InFlight(part=part, began_at=now)
         self._out.append(part)
