@@ -3,26 +3,24 @@
 Rules of this file:
 1. What the store pushes is lost while the line is down; after each connect the difference is worked out from a
    snapshot of every gang whose epoch is under way (`coordinator.core.resync`).
-2. A store that was restarted knows nothing. It is told the epochs again, and is given a lease for every member that
-   must hold one: a living member renews it within a heartbeat, a dead one's lapses and says so.
-3. "The barrier never opened" settles members that were never heard of, and "it did not open with this incarnation"
-   one, so both are believed only of a store that has seen the epoch from its first moment, by its own word
-   (`GangFloor.from_start`; it gets that word from the one who told it as the first). Of another one the answer is
-   "it may have": every member then has to be accounted for one by one.
-4. An incarnation that was given up stays so: a store that was restarted is told with the epoch itself, before
-   anybody can take a lease. Only a certain "it did not pass" counts as given up.
-5. Nothing ends the line for good: what the coordinator cannot take now is made up for after the next connect.
+2. What a store is told after a restart, and what is believed of it, is decided by `coordinator.core.store_trust`; this
+   file asks and tells.
+3. Of a store that is not believed the answer is "it may have": a barrier may have opened, an incarnation may have
+   passed it. Every member then has to be accounted for one by one.
+4. Nothing ends the line for good: what the coordinator cannot take now is made up for after the next connect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
 from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
 from coordinator.core.gang_state import Gang, MemberRecord
-from coordinator.core.resync import StoreView, members_with_lease, missed_events
+from coordinator.core.resync import StoreView, members_with_lease, missed_events, unaccounted
+from coordinator.core.store_trust import CatchUp, EpochKey, Floors, StoreTrust
 from mesh.errors import (
     ConflictError,
     FencedError,
@@ -31,7 +29,7 @@ from mesh.errors import (
     RendezvousError,
     TransportError,
 )
-from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
+from mesh.ids import Epoch, Incarnation, RunUid
 from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
@@ -44,7 +42,6 @@ RECONNECT_MAX_S = 0.2
 """Far below a lease: until a restarted store has been told its gangs again, nobody can renew one."""
 
 _log = logging.getLogger(__name__)
-_Epoch = tuple[RunUid, Epoch]
 
 
 class GangEvents(Protocol):
@@ -82,12 +79,7 @@ class StoreLink:
         self._events: GangEvents | None = None
         self._task: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._trusted: dict[_Epoch, str] = {}
-        """Epochs that a store instance says to have seen from their first moment -> that instance."""
-        self._revoked: dict[_Epoch, set[tuple[Rank, IncarnationToken]]] = {}
-        """What was given up through this link: the gang hears of it a moment later, and the store may die before."""
-        self._told: set[_Epoch] = set()
-        """Epochs that this link has tried to open."""
+        self._trust = StoreTrust()
 
     def start(self, events: GangEvents) -> None:
         """Keeps the line up from now on."""
@@ -110,23 +102,13 @@ class StoreLink:
         """See `StoreControl`. Raises MeshError (retryable) while the store cannot be reached."""
         client = self._connected()
         key = (uid, epoch)
-        is_first_try = key not in self._told
-        self._told.add(key)
-        gang = self._live_gang(uid, epoch)
-        floors = {(g.gang, g.epoch): g.from_start for g in await client.gangs()}
-        is_whole = floors.get(key)
-        if is_whole is None:
-            is_first = is_new and is_first_try
-            try:
-                is_whole = await client.set_floor(
-                    uid, epoch, size, is_first=is_first, revoked=self._given_up(key, gang)
-                )
-            except FencedError:
-                return  # the gang has gone on meanwhile
-            if not is_whole and gang is not None:
-                await self._account_after_loss(client, gang)
-        if is_whole:
-            self._trusted[key] = client.instance
+        floors = _floors(await client.gangs())
+        if key in floors:
+            self._trust.ask(key, is_new=False)
+            self._trust.learn(key, client.instance, from_start=floors[key])
+            return
+        is_first = self._trust.ask(key, is_new=is_new)
+        await self._tell(client, key, size, self._live_gang(uid, epoch), is_first=is_first)
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         """See `StoreControl`. True as well when nobody knows any more."""
@@ -135,9 +117,9 @@ class StoreLink:
             was_open = await client.close_barrier(uid, epoch)
         except FencedError:
             return True
-        if was_open or self._is_trusted(client, (uid, epoch)):
-            return was_open
-        if (gang := self._live_gang(uid, epoch)) is not None:
+        if not self._trust.may_have_opened((uid, epoch), client.instance, was_open=was_open):
+            return False
+        if not was_open and (gang := self._live_gang(uid, epoch)) is not None:
             await self._account_for(client, gang, members_with_lease(gang, has_opened=True))
         return True
 
@@ -145,39 +127,25 @@ class StoreLink:
         """See `StoreControl`. True as well when nobody knows any more: nothing is changed then."""
         client = self._connected()
         key = (uid, incarnation.epoch)
-        if not self._is_trusted(client, key):
+        if not self._trust.is_believed(key, client.instance):
             return True
         try:
             has_passed = await client.revoke(uid, incarnation.epoch, incarnation.rank, incarnation.token)
         except FencedError:
             return True
         if not has_passed:
-            self._revoked.setdefault(key, set()).add((incarnation.rank, incarnation.token))
+            self._trust.gave_up(incarnation)
         return has_passed
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         """See `StoreControl`."""
         await self._connected().drop_gang(uid)
-        for key in [key for key in self._told if key[0] == uid]:  # earlier epochs too
-            self._told.discard(key)
-            self._trusted.pop(key, None)
-            self._revoked.pop(key, None)
+        self._trust.forget(uid)
 
     def _connected(self) -> StoreClient:
         if self._client is None or not self._client.is_connected:
             raise TransportError("The rendezvous store cannot be reached now.")
         return self._client
-
-    def _is_trusted(self, client: StoreClient, key: _Epoch) -> bool:
-        """True when what this store has not seen of the epoch has not been."""
-        return self._trusted.get(key) == client.instance
-
-    def _given_up(self, key: _Epoch, gang: Gang | None) -> ms.Revocations:
-        """Every incarnation of this epoch that may never act again."""
-        earlier = (
-            [] if gang is None else [m.incarnation for m in gang.attempts if m.incarnation.epoch == key[1]]
-        )
-        return tuple(sorted({(i.rank, i.token) for i in earlier} | self._revoked.get(key, set())))
 
     def _live_gang(self, uid: RunUid, epoch: Epoch) -> Gang | None:
         assert self._events is not None, "connected"
@@ -217,17 +185,18 @@ class StoreLink:
     async def _catch_up(self, client: StoreClient) -> None:
         await client.watch()
         assert self._events is not None
-        floors = {(g.gang, g.epoch): g.from_start for g in await client.gangs()}
+        floors = _floors(await client.gangs())
         for gang in self._events.live_gangs():
-            key = (gang.uid, gang.epoch)
-            if floors.get(key):
-                self._trusted[key] = client.instance
-            if key in floors:
-                await self._compare(client, gang)
-            elif key in self._told:
-                await self._tell_again(client, gang)
+            match self._trust.catch_up(gang, client.instance, floors):
+                case CatchUp.COMPARE:
+                    await self._compare(client, gang, from_start=floors[gang.uid, gang.epoch])
+                case CatchUp.TELL:
+                    key = (gang.uid, gang.epoch)
+                    await self._tell(client, key, gang.plan.nodes, gang, is_first=False)
+                case CatchUp.LEAVE:
+                    pass
 
-    async def _compare(self, client: StoreClient, gang: Gang) -> None:
+    async def _compare(self, client: StoreClient, gang: Gang, *, from_start: bool) -> None:
         assert self._events is not None
         try:
             snapshot = await client.snapshot(gang.uid)
@@ -244,26 +213,30 @@ class StoreLink:
             ),
             has_opened=any(b.is_open for b in start),
             tokens=next((b.tokens for b in start), ()),
+            from_start=from_start,
         )
         for event in missed_events(gang, view):
             self._events.post(gang.uid, event)
+        await self._account_for(client, gang, unaccounted(gang, view))
 
-    async def _tell_again(self, client: StoreClient, gang: Gang) -> None:
-        """The store was restarted (rule 2)."""
+    async def _tell(
+        self, client: StoreClient, key: EpochKey, size: int, gang: Gang | None, *, is_first: bool
+    ) -> None:
+        """A store that does not know the epoch hears of it, and of every lease that there must be."""
+        uid, epoch = key
+        telling = self._trust.telling(key, gang, is_first=is_first)
         try:
-            await client.set_floor(
-                gang.uid,
-                gang.epoch,
-                gang.plan.nodes,
-                revoked=self._given_up((gang.uid, gang.epoch), gang),
+            from_start = await client.set_floor(
+                uid, epoch, size, is_first=telling.is_first, revoked=telling.revoked
             )
+            if telling.has_opened:
+                await client.close_barrier(uid, epoch)
         except FencedError:
             return  # the gang has gone on meanwhile
-        await self._account_after_loss(client, gang)
-
-    async def _account_after_loss(self, client: StoreClient, gang: Gang) -> None:
-        """The store has just been told of an epoch that it had forgotten, with every lease of it (rule 2)."""
-        await self._account_for(client, gang, members_with_lease(gang, has_opened=gang.barrier_open))
+        self._trust.learn(key, client.instance, from_start=from_start)
+        if not from_start and gang is not None:
+            members = members_with_lease(gang, has_opened=gang.barrier_open)
+            await self._account_for(client, gang, members)
 
     async def _account_for(self, client: StoreClient, gang: Gang, members: list[MemberRecord]) -> None:
         """Gives each of them a lease, unless it has taken its own again or has given it back."""
@@ -285,14 +258,14 @@ class StoreLink:
 
     def _on_push(self, push: ms.Push) -> None:
         try:
-            self._tell(push)
+            self._pass_on(push)
         except asyncio.QueueFull:
             _log.warning("a gang cannot take what the store says now; the line is made again")
             assert self._client is not None, "pushes come after watch"
             self._client.abort()
             self._lost.set()
 
-    def _tell(self, push: ms.Push) -> None:
+    def _pass_on(self, push: ms.Push) -> None:
         assert self._events is not None
         match push:
             case ms.BarrierOpened():
@@ -308,3 +281,7 @@ class StoreLink:
 
 def _incarnation(push: ms.LeaseLapsed | ms.LeaseReleased | ms.MemberConnectionLost) -> Incarnation:
     return Incarnation(run_uid=push.gang, epoch=push.epoch, rank=push.rank, token=push.token)
+
+
+def _floors(gangs: Iterable[ms.GangFloor]) -> Floors:
+    return {(floor.gang, floor.epoch): floor.from_start for floor in gangs}

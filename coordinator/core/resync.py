@@ -4,7 +4,9 @@ Rules of this file:
 1. A snapshot tells what is; an event that follows from it may have been heard already, which changes nothing.
 2. A member that held a lease and holds none any more is lost, or has given it back. One that was never heard of
    may not have taken its lease yet, unless the barrier opened: then every rank held one.
-3. A lease whose holder has no connection is a suspicion.
+3. Of a store that has not seen the epoch from its start, a lease that is not there tells nothing: its member is to
+   be given one, which it renews or which lapses.
+4. A lease whose holder has no connection is a suspicion.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class StoreView:
     """With which incarnations the barrier opened, in rank order."""
     unconnected: frozenset[tuple[Rank, IncarnationToken]] = frozenset()
     """Those of the holders whose connection has closed."""
+    from_start: bool = True
+    """The store has seen the epoch from its start."""
 
 
 def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
@@ -36,18 +40,31 @@ def missed_events(gang: Gang, view: StoreView) -> list[GangEvent]:
     events: list[GangEvent] = []
     if view.has_opened and not gang.barrier_open:
         events.append(BarrierOpened(epoch=gang.epoch, tokens=view.tokens))
-    has_opened = view.has_opened or gang.barrier_open
-    events.extend(
-        LeaseGone(incarnation=member.incarnation)
-        for member in members_with_lease(gang, has_opened=has_opened)
-        if (member.rank, member.incarnation.token) not in view.holders
-    )
+    if view.from_start:
+        events.extend(LeaseGone(incarnation=member.incarnation) for member in _without_lease(gang, view))
     events.extend(
         MemberSuspected(incarnation=member.incarnation)
         for member in gang.members.values()
         if member.settlement is None and (member.rank, member.incarnation.token) in view.unconnected
     )
     return events
+
+
+def unaccounted(gang: Gang, view: StoreView) -> list[MemberRecord]:
+    """Members that the store is to be given a lease for (rule 3)."""
+    if view.epoch != gang.epoch or gang.state.is_terminal or view.from_start:
+        return []
+    return _without_lease(gang, view)
+
+
+def _without_lease(gang: Gang, view: StoreView) -> list[MemberRecord]:
+    """Members that must hold a lease, and hold none there."""
+    has_opened = view.has_opened or gang.barrier_open
+    return [
+        member
+        for member in members_with_lease(gang, has_opened=has_opened)
+        if (member.rank, member.incarnation.token) not in view.holders
+    ]
 
 
 def members_with_lease(gang: Gang, *, has_opened: bool) -> list[MemberRecord]:

@@ -12,7 +12,7 @@ from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLa
 from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
 from coordinator.store_actor import StoreServer
 from coordinator.store_link import StoreLink
-from mesh.errors import LeaseLostError, TransportError
+from mesh.errors import ConflictError, LeaseLostError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.plan import Endpoint, RunPlan
 from mesh.states import RunState
@@ -207,6 +207,38 @@ async def test_what_a_full_inbox_could_not_take_is_made_up_for(store: ListeningS
         await asyncio.gather(*arrivals)
         await ears.hears(BarrierOpened)
         assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
+
+
+async def test_a_store_that_was_told_again_by_a_coordinator_that_died_then_ends_no_living_member(
+    store: ListeningStore,
+) -> None:
+    """The floor was told and no lease given yet: that nobody holds one there is no news of the members."""
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+    await restart(store)
+    dying = await store.connect(ms.Role.ADMIN)
+    await dying.set_floor(UID, EPOCH, 2)
+    async with Line(store, ears):
+        leases = store.server.state.books.gangs[UID].leases
+        await until(lambda: len(leases) == 2)
+        assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
+        await ears.hears(LeaseLapsed, rank=0)
+        await ears.hears(LeaseLapsed, rank=1)
+
+
+async def test_a_barrier_that_had_opened_opens_no_second_time_in_a_restarted_store(
+    store: ListeningStore,
+) -> None:
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        await restart(store)
+        await until(lambda: UID in store.server.state.books.gangs)
+        late = await store.connect()
+        await lease(late, 0)
+        with pytest.raises(ConflictError):
+            await arrive(late, 0)
 
 
 # ---- suspicion ----------------------------------------------------------------------------------------
