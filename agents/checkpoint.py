@@ -116,6 +116,10 @@ class Checkpointer:
         """Answered by `on_answer`."""
         self._post(ce.Questioned(question=number, digest=digest))
 
+    def lost(self, digest: str) -> None:
+        """The store has lost this part: it is taken again."""
+        self._post(ce.PartLost(digest=digest))
+
     def wait_finished(self, limit_s: float) -> bool:
         """After `command_ended`: whether what was worth it is stored. Blocking."""
         return self._finished.wait(limit_s)

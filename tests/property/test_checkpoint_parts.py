@@ -158,27 +158,16 @@ def test_bytes_that_are_no_manifest_are_refused_by_name(data: bytes) -> None:
             kind.decode(data)
 
 
+KEYS = (
+    *("format", "run", "epoch", "number", "step", "steps", "world_size", "created_at", "parts"),
+    *("files", "rank", "path", "path_base64", "kind", "mode", "size", "sha256", "target"),
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                [
-                    "format",
-                    "run",
-                    "epoch",
-                    "number",
-                    "step",
-                    "steps",
-                    "world_size",
-                    "created_at",
-                    "parts",
-                    "files",
-                    "rank",
-                ]
-                + ["path", "path_base64", "kind", "mode", "size", "sha256", "target"]
-            ),
+            st.sampled_from(KEYS),
             inner,
         )
     ),
