@@ -38,7 +38,6 @@ from agents.orphans import OrphanReaper
 from agents.ray_environment import ray_environment, source_folder, user_environment
 from agents.raylet import ADDRESS_LABEL, MACHINE_LABEL, SLOT_RESOURCE, RayNode, raylet_command
 from agents.raylet_process import (
-    NODE_ID_BYTES,
     RAYLET_GRACE_S,
     find_install,
     log_tail,
@@ -249,7 +248,7 @@ class _Agent:
         name = str(terms["name"])
         return RayNode(
             name=name,
-            node_id=secrets.token_hex(NODE_ID_BYTES),
+            node_id=str(terms["nodeId"]),
             session=str(terms["cluster"]["session"]),
             temp=self._state.ray / name,
             sockets=self._state.sockets,

@@ -22,6 +22,7 @@ from coordinator.core.effects import OrderMember
 from coordinator.journal import SqlJournal
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
+from coordinator.warm_workers import warm
 from mesh.errors import InternalError, MeshError, MeshTimeoutError, StorageError, TransportError
 from mesh.messages import COORDINATOR_NAME, JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
@@ -65,7 +66,8 @@ class CoordinatorActor:
             member_config=config["member"],
             used_by=lambda: self._coordinator.used_by(),
         )
-        self._store = StoreLink(config["store_admin"])
+        self._store = StoreLink(config["store_admin"], on_new_store=self._warm_head)
+        self._warming: asyncio.Task[None] | None = None
         self._coordinator = Coordinator(
             journal=SqlJournal(config["db"]),
             fleet=self._fleet,
@@ -88,6 +90,13 @@ class CoordinatorActor:
             await asyncio.sleep(START_AGAIN_S)
         self._store.start(self._coordinator)
         _log.info("the coordinator serves")
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._warm_head()
+
+    def _warm_head(self) -> None:
+        """The head's spare worker has become a store or a coordinator: the next death shall find one as well."""
+        node_id = ray.get_runtime_context().get_node_id()
+        self._warming = asyncio.create_task(asyncio.to_thread(warm, [node_id], workers=1), name="warm head")
 
     def _join_order(self, plan: RunPlan, effect: OrderMember) -> JoinOrder:
         return JoinOrder(

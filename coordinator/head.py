@@ -182,7 +182,7 @@ class Head:
         address, _ = await asyncio.gather(ray.start_head(), asyncio.to_thread(self._preload))
 
         if self._settings.is_open:
-            self._joined = JoinedMachines(state=self._state, ray=ray)
+            self._joined = JoinedMachines(state=self._state, ray=ray, spawn=self._spawn_task)
         machines = self._settings.machines
         self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
         self._provider = LocalProvider(state=self._state, ray=ray, gpu=self._settings.gpu)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
@@ -63,6 +63,7 @@ class StoreLink:
         endpoint: with the admin's secret.
         lease_ttl_s, lease_guard_s: of the leases that are granted for members of a store that was restarted;
             the members' own.
+        on_new_store: called when the line is up again, and the store is another one than before.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StoreLink:
         *,
         lease_ttl_s: float = LEASE_TTL_S,
         lease_guard_s: float = LEASE_GUARD_S,
+        on_new_store: Callable[[], None] = lambda: None,
     ) -> None:
         self._endpoint = endpoint
         self._lease_ttl_s = lease_ttl_s
@@ -79,6 +81,9 @@ class StoreLink:
         self._events: GangEvents | None = None
         self._task: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
+        self._on_new_store = on_new_store
+        self._instance = ""
+        """Of the store that was connected last; empty before the first."""
         self._trust = StoreTrust()
 
     def start(self, events: GangEvents) -> None:
@@ -179,8 +184,15 @@ class StoreLink:
                 pause_s = min(RECONNECT_MAX_S, pause_s * 2)
                 continue
             pause_s = RECONNECT_FIRST_S
+            self._note_instance(self._client.instance)
             await self._lost.wait()
             _log.warning("the line to the store was lost")
+
+    def _note_instance(self, instance: str) -> None:
+        before, self._instance = self._instance, instance
+        if before not in ("", instance):
+            _log.warning("the store was restarted")
+            self._on_new_store()
 
     async def _catch_up(self, client: StoreClient) -> None:
         await client.watch()

@@ -27,15 +27,15 @@ CANCEL_LIMIT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-def warm(node_ids: Sequence[str]) -> None:
-    """Lets each node start the workers of one member. Blocking; whatever fails leaves a machine cold, no more."""
+def warm(node_ids: Sequence[str], *, workers: int = WORKERS_READY) -> None:
+    """Lets each node start so many workers. Blocking; whatever fails leaves a machine cold, no more."""
     # A worker that comes up too early and does run the task ends after it (max_calls): it would be of no use.
     task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_nothing)
     try:
         begun = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
             for node_id in node_ids
-            for _ in range(WORKERS_READY)
+            for _ in range(workers)
         ]
         time.sleep(BEGIN_S)
         for reference in begun:

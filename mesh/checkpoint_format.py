@@ -102,11 +102,8 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A snapshot of one rank's whole state directory."""
+    """A snapshot of one rank's state directory. Equal content has an equal digest, whoever took it when."""
 
-    run: RunUid
-    epoch: Epoch
-    rank: Rank
     steps: tuple[int, ...] = ()
     """The steps that this part can stand for, ascending; empty when it names none."""
     files: tuple[FileRecord, ...] = ()
@@ -125,9 +122,6 @@ class Part:
         return _encode(
             {
                 "format": FORMAT,
-                "run": self.run,
-                "epoch": self.epoch,
-                "rank": self.rank,
                 "steps": list(self.steps),
                 "files": [file.to_json() for file in self.files],
             }
@@ -136,13 +130,8 @@ class Part:
     @classmethod
     def decode(cls, data: bytes) -> Part:
         record = _decode(data, "a part")
-        return cls(
-            run=RunUid(str(record.get("run"))),
-            epoch=Epoch(_number(record, "epoch")),
-            rank=Rank(_number(record, "rank")),
-            steps=tuple(int(step) for step in _list(record, "steps")),
-            files=_files_from(record),
-        )
+        steps = tuple(_whole(step, "a step") for step in _list(record, "steps"))
+        return cls(steps=steps, files=_files_from(record))
 
     def at_step(self, step: int | None) -> tuple[FileRecord, ...]:
         """The files as they belong to this step: without the helper's checkpoints of later ones."""
@@ -230,7 +219,7 @@ class Manifest:
             epoch=Epoch(_number(record, "epoch")),
             number=_number(record, "number"),
             step=None if record.get("step") is None else _number(record, "step"),
-            created_at=float(record.get("created_at") or 0.0),
+            created_at=_moment(record.get("created_at")),
             parts=parts,
         )
 
@@ -367,10 +356,19 @@ def _list(record: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _number(record: Mapping[str, Any], name: str) -> int:
-    value = record.get(name)
+    return _whole(record.get(name), repr(name))
+
+
+def _whole(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CheckpointError(f"{name!r} is not a whole number from 0 up: {value!r}.")
+        raise CheckpointError(f"{what} is not a whole number from 0 up: {value!r}.")
     return value
+
+
+def _moment(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"'created_at' is no time: {value!r}.")
+    return float(value)
 
 
 def _files_from(record: Mapping[str, Any]) -> tuple[FileRecord, ...]:

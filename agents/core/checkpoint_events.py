@@ -110,12 +110,27 @@ class Questioned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartLost:
+    """The store does not have this part whole any more."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """A deadline came."""
 
 
 CheckpointingEvent = (
-    StateSeen | WritersSeen | CommandEnded | PartStored | PartTorn | PartFailed | Questioned | TimePassed
+    StateSeen
+    | WritersSeen
+    | CommandEnded
+    | PartStored
+    | PartTorn
+    | PartFailed
+    | PartLost
+    | Questioned
+    | TimePassed
 )
 
 # ---- effects ----------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from agents.core.checkpoint_events import (
     LookAtState,
     LookForWriters,
     PartFailed,
+    PartLost,
     PartStored,
     PartTorn,
     Questioned,
@@ -253,7 +254,11 @@ class Checkpointing:
     ) -> None:
         self._numbers += 1
         part = TakePart(
-            number=self._numbers, steps=steps, entries=entries, is_whole=is_whole, copy=self._torn > 0
+            number=self._numbers,
+            steps=steps,
+            entries=entries,
+            is_whole=is_whole,
+            copy=is_whole and self._torn > 0,
         )
         self._in_flight = _InFlight(part=part, began_at=now)
         self._out.append(part)
@@ -301,6 +306,14 @@ class Checkpointing:
             self._taken = _firm(part.entries)
         self._covered_step = max([self._covered_step, *part.steps])
         self._finish_if_over(now)
+
+    def _on_part_lost(self, event: PartLost, now: float) -> None:
+        """Taken again, whatever it was; what the store still has is not sent again."""
+        if event.digest == self._digest:
+            self._digest = ""
+            self._taken = None
+            self._covered_step = -1
+            self._look()
 
     # ---- the end ------------------------------------------------------------------------------------
 
@@ -394,6 +407,7 @@ _HANDLERS: Mapping[type[Any], Callable[[Checkpointing, Any, float], None]] = {
     PartStored: Checkpointing._on_part_stored,
     PartTorn: Checkpointing._on_part_torn,
     PartFailed: Checkpointing._on_part_failed,
+    PartLost: Checkpointing._on_part_lost,
     Questioned: Checkpointing._on_questioned,
     TimePassed: Checkpointing._on_time_passed,
 }

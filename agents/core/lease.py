@@ -356,7 +356,8 @@ class Lease:
     def _on_store_stood_still(self, event: StoreStoodStill, now: float) -> None:
         state = self.state
         state.still_at = event.seen_at
-        is_frozen = state.phase is LeasePhase.ASKING  # nothing of it acts, however long it waits for the answer
+        # A frozen tree does not act, however long it waits for the answer.
+        is_frozen = state.phase is LeasePhase.ASKING
         if is_frozen or event.seen_at - event.since >= self.terms.still_s:
             self._hold_on(event.seen_at)
 

@@ -57,6 +57,7 @@ class JoinTerms(TypedDict):
     """The machine's name from now on, and what its agent needs to become part of the cluster."""
 
     name: str
+    nodeId: str
     cluster: ClusterAddress
     clusterToken: str
 

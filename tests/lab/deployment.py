@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,45 @@ import psutil
 from tests.e2e.real_mesh import INCARNATION, RealMesh, wait_until
 from tests.lab.hosts import Host
 from tests.lab.network import HEAD_NUMBER, HOST_NUMBERS, LabNetwork
+from tests.lab.observer import Observer, observing
+from tests.lab.scripts import BEACON
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 90.0
 STOP_LIMIT_S = 90.0
 JOIN_LIMIT_S = 60.0
 PYTHON = (sys.executable, "-P", "-m")
+
+
+@dataclass(kw_only=True)
+class Beacon:
+    """A run of `scripts.BEACON`, and what its ranks have said."""
+
+    name: str
+    uid: str
+    folder: Path
+
+    def finish(self) -> None:
+        """Every rank ends with 0."""
+        (self.folder / "done").touch()
+
+    def files(self, *, epoch: int, host: Host | None = None) -> list[Path]:
+        found = [path for path in self.folder.iterdir() if path.name.startswith(f"{epoch}.")]
+        return [path for path in found if host is None or path.name.endswith(f".{host.name}")]
+
+    def said(self, *, epoch: int, host: Host | None = None) -> list[float]:
+        """When ranks of the epoch (on that host) said that they were alive, in order."""
+        lines = [
+            line for path in self.files(epoch=epoch, host=host) for line in path.read_text().splitlines()
+        ]
+        return sorted(float(line) for line in lines if not line.startswith("stop"))
+
+    def stopped_at(self, host: Host, *, epoch: int = 1) -> float:
+        """When the rank on that host was told to stop."""
+        lines = [
+            line for path in self.files(epoch=epoch, host=host) for line in path.read_text().splitlines()
+        ]
+        return float(next(line for line in lines if line.startswith("stop")).split()[1])
 
 
 @dataclass(kw_only=True)
@@ -43,7 +77,7 @@ class Lab(RealMesh):
     folder: Path
     _head_process: subprocess.Popen[Any] | None = None
     _agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
-    _joins: int = 0
+    observer: Observer
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -77,18 +111,17 @@ class Lab(RealMesh):
         """Starts an agent on each of these, one after the other, and waits until all are machines."""
         for host in hosts:
             self.start_agent(host)
-            wait_until(
-                lambda host=host: self.machine_on(host) or self._agents[host.name].poll() is not None,
-                f"{host.name} to join",
-                limit_s=JOIN_LIMIT_S,
-            )
+            wait_until(partial(self._has_joined, host), f"{host.name} to join", limit_s=JOIN_LIMIT_S)
             assert self.machine_on(host), self.agent_log(host)
+
+    def _has_joined(self, host: Host) -> bool:
+        """Or never will."""
+        return self.machine_on(host) is not None or self._agents[host.name].poll() is not None
 
     def start_agent(self, host: Host) -> None:
         token = self.folder / "join-token"
         token.touch(mode=0o600)
         token.write_text(self.record.token)
-        self._joins += 1
         with self._agent_log(host).open("ab") as log:
             self._agents[host.name] = host.start(
                 *PYTHON,
@@ -109,6 +142,8 @@ class Lab(RealMesh):
     def stop_agent(self, host: Host) -> int:
         """SIGTERM, and its exit code."""
         way_in = self._agents.pop(host.name)
+        if way_in.poll() is not None:
+            return way_in.returncode
         for process in psutil.Process(way_in.pid).children():
             process.terminate()
         return way_in.wait(STOP_LIMIT_S)
@@ -118,6 +153,32 @@ class Lab(RealMesh):
 
     def agent_log(self, host: Host) -> str:
         return self._agent_log(host).read_text(errors="replace")[-3000:]
+
+    def restore(self, *, joined: int) -> None:
+        """Mends every host, ends what a test left running, and lets the first `joined` hosts be machines again."""
+        for host in self.hosts:
+            host.mend()
+        gone = [host for host in self.hosts if not host.is_up]
+        stale = [name for host in gone if (name := self.machine_on(host))]
+        self.end_runs()
+        for host in gone:
+            host.boot()
+            self._agents.pop(host.name, None)
+        wait_until(
+            lambda: all(self.machines()[name]["state"] == "Lost" for name in stale),
+            "lost machines to be told so",
+        )
+        for host in self.hosts[joined:]:
+            if host.name in self._agents:
+                self.stop_agent(host)
+        for host in self.hosts[:joined]:
+            if host.name not in self._agents:
+                self.start_agent(host)
+        wait_until(
+            lambda: all(self.machine_on(host) for host in self.hosts[:joined]),
+            "every host to be a machine again",
+            limit_s=JOIN_LIMIT_S,
+        )
 
     # ---- what the deployment says -----------------------------------------------------------------
 
@@ -130,8 +191,26 @@ class Lab(RealMesh):
 
     def host_of(self, name: str, rank: int) -> Host:
         """Where a rank of a run is now."""
-        member = next(m for m in self.run(name)["status"]["members"] if m["rank"] == rank)
+        member = next(m for m in self.run(name)["status"]["ranks"] if m["rank"] == rank)
         return next(h for h in self.hosts if h.address == member["address"])
+
+    # ---- runs ---
+
+    def beacon(self, *options: str) -> Beacon:
+        """Submits a run whose ranks say every 10 ms that they are alive, until `finish`."""
+        name = self.new_name()
+        folder = self.work / name
+        folder.mkdir()
+        script = self.script("beacon.py", BEACON)
+        self.submit(*options, "--", "python", str(script), str(folder), name=name)
+        return Beacon(name=name, uid=self.run(name)["metadata"]["uid"], folder=folder)
+
+    def running_beacon(self, *options: str) -> Beacon:
+        """As `beacon`; returns when every rank has said something."""
+        beacon = self.beacon(*options)
+        ranks = len(self.running(beacon.name)["status"]["ranks"])
+        wait_until(lambda: len(beacon.files(epoch=1)) == ranks, "every rank to say something")
+        return beacon
 
     # ---- what is seen -----------------------------------------------------------------------------
 
@@ -164,20 +243,27 @@ def _until_ready(news: int, lab: Lab) -> None:
 def build_lab(folder: Path, *, hosts: int, joined: int | None = None) -> Iterator[Lab]:
     """A deployment over so many hosts, the first `joined` of them machines of it. Everything is gone afterwards."""
     network = LabNetwork.build()
+    head = Host(network=network, name="head", number=HEAD_NUMBER, own_processes=False)
+    machines = [Host(network=network, name=f"m{i}", number=HOST_NUMBERS[i]) for i in range(hosts)]
+    work = folder / "work"
+    work.mkdir()
     try:
-        head = Host(network=network, name="head", number=HEAD_NUMBER, own_processes=False)
-        machines = [Host(network=network, name=f"m{i}", number=HOST_NUMBERS[i]) for i in range(hosts)]
-        work = folder / "work"
-        work.mkdir()
-        lab = Lab(
-            state=folder / "state", work=work, network=network, head_host=head, hosts=machines, folder=folder
-        )
         for host in (head, *machines):
             host.boot()
-        lab.start_head()
-        lab.join(*machines[: hosts if joined is None else joined])
-        yield lab
-        lab.stop_head()
+        with observing(network, folder) as observer:
+            lab = Lab(
+                state=folder / "state",
+                work=work,
+                network=network,
+                head_host=head,
+                hosts=machines,
+                folder=folder,
+                observer=observer,
+            )
+            lab.start_head()
+            lab.join(*machines[: hosts if joined is None else joined])
+            yield lab
+            assert lab.stop_head() == 0, lab.log_tail()
     finally:
         for host in (head, *machines):
             host.shut_down()

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from tests.lab.network import LabNetwork, group_pids, kill_group
+from tests.lab.network import NETNS_ETC, LabNetwork, group_pids, kill_group
 
 BOOT_LIMIT_S = 10.0
 FREEZE_LIMIT_S = 5.0
@@ -85,7 +85,7 @@ class Host:
         )
         assert self._init.stdout is not None
         said = self._init.stdout.readline()
-        assert said == b"up\n", (said + self._init.stdout.read1()).decode()
+        assert said == b"up\n", said.decode()
 
     def _enter_group(self) -> None:
         (self.group / "cgroup.procs").write_text(str(os.getpid()))
@@ -104,6 +104,10 @@ class Host:
                         pipe.close()
         self._init = None
         self._started.clear()
+
+    def write_hosts_file(self, text: str) -> None:
+        """Replaces its /etc/hosts, which is a file of its own bound over this machine's."""
+        (NETNS_ETC / self.network.namespace(self.name) / "hosts").write_text(text)
 
     # ---- processes --------------------------------------------------------------------------------
 
@@ -180,6 +184,13 @@ class Host:
 
     def thaw(self) -> None:
         (self.group / "cgroup.freeze").write_text("0")
+
+    def mend(self) -> None:
+        """Undoes cuts and freezes; what was killed stays dead."""
+        if self.group.exists():
+            self.thaw()
+        self.heal()
+        self.network.heal_all_ways(self.name)
 
     def kill(self) -> None:
         """Every process of the host dies at once. The kernel closes their connections, as it does on a live host."""

@@ -144,6 +144,9 @@ class LabNetwork:
     def heal_one_way(self, name: str, *, towards: str) -> None:
         call("ip", "-n", self.namespace(name), "neigh", "del", "to", towards, "dev", "eth0")
 
+    def heal_all_ways(self, name: str) -> None:
+        call("ip", "-n", self.namespace(name), "neigh", "flush", "nud", "permanent")
+
     def slow(self, name: str, *, kbit: int) -> None:
         """Both directions of the host's cable carry this much and no more."""
         shape = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "500ms")

@@ -17,6 +17,7 @@ from agents.core.checkpoint_events import (
     LookAtState,
     LookForWriters,
     PartFailed,
+    PartLost,
     PartStored,
     PartTorn,
     Questioned,
@@ -279,6 +280,18 @@ def test_what_cannot_be_stored_is_told_and_not_tried_again_before_something_chan
     bench.wait(60)
     assert (len(bench.parts), bench.said) == (1, ["'a.pt' cannot be read."])
     bench.see(file("a.pt", size=2))
+    bench.wait(5)
+    assert len(bench.parts) == 2
+
+
+def test_a_part_that_the_store_has_lost_is_taken_again() -> None:
+    bench = Bench(file("a.pt"))
+    bench.wait(3)
+    bench.store("d")
+    bench.perform(bench.core.handle(PartLost(digest="another"), bench.now))
+    bench.wait(5)
+    assert len(bench.parts) == 1
+    bench.perform(bench.core.handle(PartLost(digest="d"), bench.now))
     bench.wait(5)
     assert len(bench.parts) == 2
 

@@ -32,7 +32,11 @@ class _Ray:
 
 
 def _door(folder: Path) -> JoinedMachines:
-    return JoinedMachines(state=StateFolder(folder), ray=_Ray())  # type: ignore[arg-type]
+    return JoinedMachines(
+        state=StateFolder(folder),
+        ray=_Ray(),  # type: ignore[arg-type]
+        spawn=lambda work, name: work.close(),
+    )
 
 
 async def test_each_machine_gets_a_name_of_its_own_also_after_the_head_began_again(tmp_path: Path) -> None:

@@ -100,7 +100,13 @@ class Line:
 
     def __init__(self, store: ListeningStore, ears: Ears) -> None:
         endpoint: Endpoint = replace(store.endpoint, secret=ADMIN)
-        self.link = StoreLink(endpoint, lease_ttl_s=TTL_S, lease_guard_s=GUARD_S)
+        self.new_stores: list[int] = []
+        self.link = StoreLink(
+            endpoint,
+            lease_ttl_s=TTL_S,
+            lease_guard_s=GUARD_S,
+            on_new_store=lambda: self.new_stores.append(1),
+        )
         self._ears = ears
 
     async def __aenter__(self) -> StoreLink:
@@ -239,6 +245,19 @@ async def test_a_barrier_that_had_opened_opens_no_second_time_in_a_restarted_sto
         await lease(late, 0)
         with pytest.raises(ConflictError):
             await arrive(late, 0)
+
+
+async def test_another_store_is_noticed_and_a_connection_that_broke_is_not(store: ListeningStore) -> None:
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    line = Line(store, ears)
+    async with line as link:
+        await insist(link, is_new=True)
+        link._client.abort()  # type: ignore[union-attr]
+        link._lost.set()
+        await insist(link, is_new=False)
+        assert line.new_stores == []
+        await restart(store)
+        await until(lambda: line.new_stores == [1])
 
 
 # ---- suspicion ----------------------------------------------------------------------------------------

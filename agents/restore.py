@@ -1,0 +1,338 @@
+"""Makes a rank's state directory exactly what a committed gang checkpoint says it was.
+
+Rules of this file:
+1. Blocking: call it in a thread, while nothing of the run is alive on this machine.
+2. The directory is touched only when everything that it lacks has been fetched and verified. What fails before leaves
+   it as it was. A crash in the middle leaves a mixture that no command ever sees: the next restore completes it.
+3. Nothing of the user's is destroyed: what is not in the checkpoint moves to `uncommitted/<epoch>` beside the state
+   directory. Only the last such folder is kept.
+4. A file that is right already, by size and sha256, stays as it is.
+5. A damaged checkpoint is a CheckpointError that names checkpoint, file and rank: the one before is to be tried. A
+   store that is away is a CheckpointStoreError: this one is to be tried again.
+6. Without a checkpoint the directory becomes empty, so that survivors and replacements agree.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from agents.core.checkpoint_names import shown
+from agents.state_look import file_entry
+from agents.state_part import RETRY_FIRST_S, RETRY_MAX_S, Hashes
+from mesh.blob_store import BlobStore, split_manifest_uri
+from mesh.checkpoint_format import (
+    MANIFEST_BYTES_MAX,
+    FileKind,
+    FileRecord,
+    Manifest,
+    RestoreReference,
+    blob_key,
+)
+from mesh.errors import CheckpointError, CheckpointStoreError, MeshError, StorageError
+from mesh.ids import Epoch, Rank, RunUid
+from mesh.reasons import Reason
+
+FILES_AT_ONCE = 4
+CHUNK_BYTES = 1 << 20
+STORE_PATIENCE_S = 120.0
+"""How long a store that does not work is tried before the preparation fails."""
+WHOLE_MODE = 0o700
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Restored:
+    """What was done."""
+
+    files_kept: int = 0
+    files_fetched: int = 0
+    bytes_fetched: int = 0
+    moved_aside: int = 0
+    aside: Path | None = None
+    hashes: Hashes = field(default_factory=Hashes)
+    """Of the files that are there now: the first part of the new epoch need not read them again."""
+
+
+def restore(
+    reference: RestoreReference | None,
+    *,
+    run: RunUid,
+    epoch: Epoch,
+    rank: Rank,
+    state_dir: Path,
+    store: BlobStore | None = None,
+    stop: threading.Event | None = None,
+    patience_s: float = STORE_PATIENCE_S,
+) -> Restored:
+    """Restores; `reference` None empties the directory.
+
+    Args:
+        epoch: the one that begins; names the folder of what was uncommitted.
+        store: where the checkpoint is; by default the one that the reference names.
+
+    Raises:
+        CheckpointError, CheckpointStoreError, StorageError: rule 5, and a disk that is full or not ours to write.
+    """
+    restoring = _Restoring(
+        reference=reference,
+        run=run,
+        epoch=epoch,
+        rank=rank,
+        state_dir=state_dir,
+        store=store,
+        stop=stop or threading.Event(),
+        patience_s=patience_s,
+    )
+    try:
+        return restoring.run_all()
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        place = shown(os.fsdecode(error.filename)) if error.filename else str(state_dir)
+        raise StorageError(
+            f"The state directory of rank {rank} could not be restored: {error.strerror} ({place}).",
+            hint="Free some space on this machine." if full else "",
+            reason=Reason.STORAGE_FULL if full else Reason.STATE_NOT_WRITABLE,
+            path=place,
+        ) from error
+    finally:
+        shutil.rmtree(restoring.work_dir, ignore_errors=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Restoring:
+    reference: RestoreReference | None
+    run: RunUid
+    epoch: Epoch
+    rank: Rank
+    state_dir: Path
+    store: BlobStore | None
+    stop: threading.Event
+    patience_s: float
+    right: set[str] = field(default_factory=set)
+    """Files that are there already."""
+    done: Restored = field(default_factory=Restored)
+
+    @property
+    def work_dir(self) -> Path:
+        return self.state_dir.with_name("restoring")
+
+    @property
+    def aside_dir(self) -> Path:
+        return self.state_dir.with_name("uncommitted") / str(self.epoch)
+
+    def run_all(self) -> Restored:
+        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        wanted = {file.path: file for file in self._wanted()}
+        shutil.rmtree(self.work_dir, ignore_errors=True)
+        self.work_dir.mkdir(mode=0o700)
+        files = [file for file in wanted.values() if file.kind is FileKind.FILE]
+        self.right = {file.path for file in files if self._is_right(file)}
+        places = self._fetch([file for file in files if file.path not in self.right])
+        self._move_others_aside(wanted)
+        self._put_in_place(wanted, places)
+        return self.done
+
+    # ---- what is wanted ----------------------------------------------------------------------------
+
+    def _wanted(self) -> tuple[FileRecord, ...]:
+        reference = self.reference
+        if reference is None:
+            return ()
+        base, key = split_manifest_uri(reference.uri)
+        if self.store is None:
+            self.store = BlobStore(base)
+        store = self.store
+        try:
+            data = self._insist(lambda: store.get_bytes(key, bytes_max=MANIFEST_BYTES_MAX))
+            manifest = Manifest.decode(data)
+        except FileNotFoundError as error:
+            raise self._damaged("its manifest is missing", key) from error
+        except CheckpointError as error:
+            raise self._damaged(f"its manifest cannot be read: {error.message}", key) from error
+        if manifest.run != self.run or manifest.number != reference.number:
+            raise self._damaged("its manifest is another one's", key)
+        if self.rank >= manifest.world_size:
+            raise self._damaged(f"it is of {manifest.world_size} ranks", key)
+        return manifest.parts[self.rank].files
+
+    def _damaged(self, why: str, file: str) -> CheckpointError:
+        assert self.reference is not None
+        return CheckpointError(
+            f"Checkpoint {self.reference.id} cannot be restored on rank {self.rank}: {why.rstrip('.')}.",
+            checkpoint=self.reference.id,
+            number=self.reference.number,
+            file=shown(file),
+            rank=self.rank,
+        )
+
+    def _is_right(self, file: FileRecord) -> bool:
+        """The file is there, with these bytes, reached through directories only."""
+        path = self.state_dir
+        for part in file.path.split("/")[:-1]:
+            path = path / part
+            if path.is_symlink() or not path.is_dir():
+                return False
+        path = self.state_dir / file.path
+        try:
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size != file.size:
+                return False
+            return self._hash(path) == file.sha256
+        except (FileNotFoundError, PermissionError):
+            return False
+
+    def _hash(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                self._check_stop()
+        return digest.hexdigest()
+
+    # ---- fetching ----------------------------------------------------------------------------------
+
+    def _fetch(self, files: list[FileRecord]) -> dict[str, Path]:
+        """Each distinct content once; returns where each lies, by sha256."""
+        sources: dict[str, FileRecord] = {}
+        for file in files:
+            sources.setdefault(file.sha256, file)
+        with ThreadPoolExecutor(FILES_AT_ONCE, "restore") as pool:
+            places = pool.map(self._fetch_one, sources.values())
+            return dict(zip(sources, places, strict=True))
+
+    def _fetch_one(self, file: FileRecord) -> Path:
+        place = self.work_dir / file.sha256
+        store = self.store
+        assert store is not None
+
+        def fetch() -> str:
+            with place.open("wb") as target:
+                return store.get_file(blob_key(self.run, file.sha256), target)
+
+        try:
+            sha256 = self._insist(fetch)
+        except FileNotFoundError as error:
+            raise self._damaged(f"the content of '{shown(file.path)}' is missing", file.path) from error
+        if sha256 != file.sha256 or place.stat().st_size != file.size:
+            raise self._damaged(f"the content of '{shown(file.path)}' is damaged", file.path)
+        self.done.files_fetched += 1
+        self.done.bytes_fetched += file.size
+        return place
+
+    def _insist(self, call: Callable[[], T]) -> T:
+        pause_s, left_s = RETRY_FIRST_S, self.patience_s
+        while True:
+            self._check_stop()
+            try:
+                return call()
+            except CheckpointStoreError:
+                if left_s <= 0:
+                    raise
+            self.stop.wait(min(pause_s, left_s))
+            left_s -= pause_s
+            pause_s = min(RETRY_MAX_S, pause_s * 2)
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise MeshError("The restore was called off.", reason=Reason.CANCELLED)
+
+    # ---- the directory -----------------------------------------------------------------------------
+
+    def _move_others_aside(self, wanted: dict[str, FileRecord]) -> None:
+        """Everything that is not, byte for byte, in the checkpoint."""
+        others = [path for path in _everything(self.state_dir) if not self._stays(path, wanted)]
+        if not others:
+            return
+        shutil.rmtree(self.aside_dir.parent, ignore_errors=True)
+        self.done.aside = self.aside_dir
+        for path in sorted(others, reverse=True):  # what is in a folder before the folder
+            source, target = self.state_dir / path, self.aside_dir / path
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if source.is_dir() and not source.is_symlink():
+                target.mkdir(exist_ok=True)
+                with suppress(OSError):  # it holds something that stays: then the checkpoint has the folder
+                    source.rmdir()
+                continue
+            _move(source, target)
+            self.done.moved_aside += 1
+
+    def _stays(self, path: str, wanted: dict[str, FileRecord]) -> bool:
+        record, place = wanted.get(path), self.state_dir / path
+        if record is None:
+            return False
+        if place.is_symlink():
+            return record.kind is FileKind.LINK and os.readlink(place) == record.target  # noqa: PTH115
+        if place.is_dir():
+            return record.kind is FileKind.DIRECTORY
+        return record.kind is FileKind.FILE and path in self.right
+
+    def _put_in_place(self, wanted: dict[str, FileRecord], places: dict[str, Path]) -> None:
+        last_use = {file.sha256: path for path, file in sorted(wanted.items())}
+        for path, file in sorted(wanted.items()):
+            target = self.state_dir / path
+            if file.kind is FileKind.DIRECTORY:
+                target.mkdir(exist_ok=True)
+                target.chmod(file.mode | WHOLE_MODE)
+            elif file.kind is FileKind.LINK:
+                if not target.is_symlink():
+                    target.symlink_to(file.target)
+            else:
+                self._put_file(file, target, places.get(file.sha256), is_last=last_use[file.sha256] == path)
+        for path, file in sorted(wanted.items(), reverse=True):
+            if file.kind is FileKind.DIRECTORY:
+                (self.state_dir / path).chmod(file.mode)
+
+    def _put_file(self, file: FileRecord, target: Path, source: Path | None, *, is_last: bool) -> None:
+        if target.exists():
+            self.done.files_kept += 1
+        else:
+            assert source is not None, "what is not there was fetched"
+            if is_last:
+                _move(source, target)
+            else:
+                shutil.copyfile(source, target)
+        target.chmod(file.mode)
+        self.done.hashes.note(file_entry(file.path, target.lstat()), file.sha256)
+
+
+def _everything(folder: Path) -> list[str]:
+    """Every entry below, as relative paths. Folders that may not be read are made readable: they are the user's."""
+    found: list[str] = []
+    waiting = [""]
+    while waiting:
+        parent = waiting.pop()
+        place = folder / parent
+        mode = stat.S_IMODE(place.lstat().st_mode)
+        if mode & WHOLE_MODE != WHOLE_MODE:
+            place.chmod(mode | WHOLE_MODE)
+        for item in os.scandir(place):
+            path = f"{parent}/{item.name}" if parent else item.name
+            found.append(path)
+            if item.is_dir(follow_symlinks=False):
+                waiting.append(path)
+    return found
+
+
+def _move(source: Path, target: Path) -> None:
+    """By rename; across file systems by a copy."""
+    try:
+        os.replace(source, target)  # noqa: PTH105
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        if stat.S_ISSOCK(source.lstat().st_mode):
+            source.unlink()  # nothing to keep: its process is gone
+            return
+        shutil.move(source, target)

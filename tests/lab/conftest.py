@@ -1,0 +1,36 @@
+"""One lab for the whole folder: a head, three machines and a spare host; every test leaves it as it found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.deployment import Lab, build_lab
+from tests.lab.network import why_not
+
+HOSTS = 4
+JOINED = 3
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    reason = why_not() if ours else None
+    for item in ours:
+        item.add_marker(pytest.mark.lab)
+        item.add_marker(pytest.mark.root)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="package")
+def the_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with build_lab(tmp_path_factory.mktemp("lab"), hosts=HOSTS, joined=JOINED) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(the_lab: Lab) -> Iterator[Lab]:
+    yield the_lab
+    the_lab.restore(joined=JOINED)
