@@ -26,10 +26,12 @@ from coordinator.warm_workers import warm
 from mesh.errors import InternalError, MeshError, MeshTimeoutError, StorageError, TransportError
 from mesh.messages import COORDINATOR_NAME, JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
-from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
+from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 from mesh.states import Transport
 
 CALL_TIMEOUT_S = 20.0
+HARM_LIMIT_S = 30.0
+"""More than other calls may take: a machine may have to start a process for it."""
 START_AGAIN_S = 2.0
 
 _SERVED = frozenset(
@@ -38,6 +40,10 @@ _SERVED = frozenset(
         "get_run",
         "list_runs",
         "cancel",
+        "suspend",
+        "resume",
+        "reclaim",
+        "chaos",
         "delete",
         "list_attempts",
         "list_machines",
@@ -150,6 +156,19 @@ class RayCoordinator:
 
     async def cancel(self, name: str, reason: str) -> Run:
         return cast(Run, await self._ask("cancel", name, reason))
+
+    async def suspend(self, name: str) -> Run:
+        return cast(Run, await self._ask("suspend", name))
+
+    async def resume(self, name: str) -> Run:
+        return cast(Run, await self._ask("resume", name))
+
+    async def reclaim(self, machine: str, grace_s: float, message: str) -> Machine:
+        return cast(Machine, await self._ask("reclaim", machine, grace_s, message))
+
+    async def chaos(self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool) -> Harm:
+        asked = ("chaos", name, kind, rank, seconds, one_way)
+        return cast(Harm, await self._ask(*asked, extra_s=HARM_LIMIT_S))
 
     async def delete(self, name: str) -> None:
         await self._ask("delete", name)

@@ -18,6 +18,7 @@ from coordinator.core.effects import OrderMember
 from coordinator.core.events import (
     CancelRequested,
     CoordinatorRecovered,
+    FaultRehearsed,
     GangEvent,
     MachineReclaimed,
     Now,
@@ -30,14 +31,15 @@ from coordinator.core.gang_state import Gang
 from coordinator.fleet import Fleet, MachineFacts
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
+from coordinator.rehearsal import harm_order, harm_resource
 from mesh.errors import ConflictError, NotFoundError, StorageError
-from mesh.ids import MachineName, RunUid, new_run_uid, new_token
+from mesh.ids import MachineName, Rank, RunUid, new_run_uid, new_token
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
+from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 from mesh.selectors import JOB_LABEL
-from mesh.states import RunState
+from mesh.states import HarmKind, RunState
 
 RUNS_MAX = 10_000
 EVENTS_PAGE_MAX = 1_000
@@ -202,7 +204,7 @@ class Coordinator:
         await driver.post_durably(ResumeRequested(message="Resumed by a user."))
         return self._resource(driver)
 
-    async def reclaim(self, machine: str, grace_s: float, message: str) -> None:
+    async def reclaim(self, machine: str, grace_s: float, message: str) -> Machine:
         """See `CoordinatorService.reclaim`."""
         await self._fleet.cordon(MachineName(machine))
         notice = MachineReclaimed(machine=MachineName(machine), grace_s=grace_s, message=message)
@@ -211,6 +213,38 @@ class Coordinator:
         ]
         for driver in holders:
             await driver.post_durably(notice)
+        return next(m for m in await self.list_machines() if m["name"] == machine)
+
+    async def chaos(self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool) -> Harm:
+        """See `CoordinatorService.chaos`."""
+        driver = self._driver(name)
+        if not self._deployment.get("chaos", False):
+            raise ConflictError(
+                "This deployment allows no rehearsed faults.",
+                hint="Start one that does: mesh up --allow-chaos",
+                reason=Reason.FORBIDDEN,
+            )
+        gang = driver.core.gang
+        member = gang.members.get(Rank(rank))
+        if gang.state.is_terminal or member is None or member.settlement is not None:
+            raise ConflictError(
+                f"Rank {rank} of run '{name}' is on no machine now; the run is {gang.state}.",
+                hint=f"Wait until it runs: mesh wait {name} --for running",
+            )
+        order = harm_order(
+            kind=HarmKind(kind),
+            member=member,
+            seconds=seconds,
+            is_one_way=one_way,
+            gangs=[d.core.gang for d in self._drivers.values()],
+        )
+        refusal = await self._fleet.why_no_harm(order)
+        if refusal is not None:
+            raise ConflictError(refusal)
+        harm = harm_resource(gang, order, at=self._now().wall)
+        await driver.post_durably(FaultRehearsed(rank=Rank(rank), message=harm["message"]))
+        await self._fleet.harm(order)
+        return harm
 
     async def delete(self, name: str) -> None:
         """See `CoordinatorService.delete`."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agents.chaos import HarmOrder
 from coordinator.core.events import Placement
 from mesh.errors import PlacementError
 from mesh.ids import Incarnation, MachineName, RunUid
@@ -89,6 +90,14 @@ class Fleet(Protocol):
 
     async def cordon(self, machine: MachineName) -> None:
         """Nobody gets this machine from now on: it is wanted back. NotFoundError when there is no such machine."""
+        ...
+
+    async def why_no_harm(self, order: HarmOrder) -> str | None:
+        """Why the machine cannot do this to itself, in a sentence; None when it can. Changes nothing."""
+        ...
+
+    async def harm(self, order: HarmOrder) -> None:
+        """Does it. Returns when it is done, also when nobody is left there to say so."""
         ...
 
     async def order(self, order: JoinOrder, reservation: int) -> None:

@@ -25,9 +25,10 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from agents.chaos import HarmOrder
 from agents.node import MemberNode
 from agents.sweep import remove_run_here, sweep_here
-from coordinator import ray_notes
+from coordinator import ray_harm, ray_notes
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, MemberGoneError, Shape, Waiting
 from coordinator.ray_call import ask_ray
@@ -102,6 +103,17 @@ class RayFleet:
             await ask_ray(ray_notes.note_cordoned, machine)
         except TransportError as error:
             _log.warning("that %s is wanted back is noted in this process only: %s", machine, error)
+
+    # ---- harm -------------------------------------------------------------------------------------
+
+    async def why_no_harm(self, order: HarmOrder) -> str | None:
+        node = await self._node(order.machine)
+        return f"{order.machine} is lost." if node is None else await ray_harm.why_not(order, node["NodeID"])
+
+    async def harm(self, order: HarmOrder) -> None:
+        node = await self._node(order.machine)
+        if node is not None:
+            await ray_harm.perform(order, node["NodeID"])
 
     # ---- reservations -----------------------------------------------------------------------------
 

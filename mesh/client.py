@@ -41,7 +41,7 @@ from mesh.errors import (
 from mesh.http_transport import CALL_LIMIT_S, Backoff, HttpStream, HttpTransport, checked_url
 from mesh.reasons import Reason
 from mesh.sse import EventParser
-from mesh.states import RunState
+from mesh.states import HarmKind, RunState
 
 if TYPE_CHECKING:
     from mesh.resources import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         DeploymentStatus,
         DryRun,
         Event,
+        Harm,
         LogLine,
         Machine,
         Run,
@@ -61,8 +62,9 @@ STREAM_PATIENCE_S = 120.0
 POLL_WAIT_S = 20.0
 EVENTS_PER_POLL = 1000
 GROW_LIMIT_S = 120.0
+HARM_LIMIT_S = 90.0
 
-WaitFor = Literal["running", "ended"]
+WaitFor = Literal["running", "suspended", "ended"]
 
 
 def connect(
@@ -178,12 +180,30 @@ class MeshClient:
         reply = await self._http.call("POST", _run_path(name) + "/cancel", body={"reason": str(reason)})
         return cast("Run", reply)
 
+    async def suspend(self, name: str) -> Run:
+        """Asks for the run to be stopped for now and returns at once. Raises NotFoundError, ConflictError."""
+        return cast("Run", await self._http.call("POST", _run_path(name) + "/suspend"))
+
+    async def resume(self, name: str) -> Run:
+        """Lets a suspended run go on and returns at once. Raises NotFoundError, ConflictError."""
+        return cast("Run", await self._http.call("POST", _run_path(name) + "/resume"))
+
+    async def chaos(
+        self, name: str, kind: HarmKind, rank: int, *, seconds: float | None = None, one_way: bool = False
+    ) -> Harm:
+        """Does a rank harm on purpose, at once, to rehearse its recovery. Raises NotFoundError, ConflictError."""
+        body: dict[str, Any] = {"kind": str(kind), "rank": rank, "oneWay": one_way}
+        if seconds is not None:
+            body["seconds"] = seconds
+        reply = await self._http.call("POST", _run_path(name) + "/chaos", body=body, limit_s=HARM_LIMIT_S)
+        return cast("Harm", reply)
+
     async def delete(self, name: str) -> None:
         """Forgets an ended run and its logs. Raises NotFoundError, ConflictError while it is active."""
         await self._http.call("DELETE", _run_path(name))
 
     async def wait(self, name: str, for_: WaitFor = "ended", *, timeout_s: float | None = None) -> Run:
-        """The run once all its ranks run, or once it has ended (which also ends a wait for "running").
+        """The run once all its ranks run, once it is suspended, or once it has ended, which ends every wait.
 
         Raises:
             MeshTimeoutError: not within `timeout_s`.
@@ -194,7 +214,7 @@ class MeshClient:
             async with asyncio.timeout(timeout_s):
                 async for run, _ in self.watch_run(name):
                     state = RunState(run["status"]["state"])
-                    if state.is_terminal or (for_ == "running" and state is RunState.RUNNING):
+                    if state.is_terminal or state is _STATE_FOR.get(for_):
                         break
                 return run
         except TimeoutError as error:
@@ -352,6 +372,15 @@ class MeshClient:
         reply = await self._http.call("POST", "/v1/machines", body={"count": count}, limit_s=GROW_LIMIT_S)
         return cast("list[Machine]", reply["machines"])
 
+    async def reclaim(self, machine: str, *, grace_s: float = 120.0, message: str = "") -> Machine:
+        """A notice that the machine goes away: whoever has it saves and leaves, nobody gets it any more.
+
+        Returns at once. Raises NotFoundError.
+        """
+        path = "/v1/machines/" + quote(machine, safe="") + "/reclaim"
+        body = {"graceSeconds": grace_s, "message": message}
+        return cast("Machine", await self._http.call("POST", path, body=body))
+
     async def status(self) -> DeploymentStatus:
         """The deployment as a whole."""
         return cast("DeploymentStatus", await self._http.call("GET", "/v1/status"))
@@ -363,6 +392,9 @@ class MeshClient:
     async def openapi(self) -> dict[str, Any]:
         """The API's OpenAPI document."""
         return cast("dict[str, Any]", await self._http.call("GET", "/v1/openapi.json"))
+
+
+_STATE_FOR = {"running": RunState.RUNNING, "suspended": RunState.SUSPENDED}
 
 
 def _run_path(name: str) -> str:

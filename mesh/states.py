@@ -62,6 +62,24 @@ class Transport(StrEnum):
     RELAYED = "relayed"
 
 
+class HarmKind(StrEnum):
+    """What can be done to a rank on purpose, so that its recovery is rehearsed (`mesh chaos`)."""
+
+    LOSE_MACHINE = "LoseMachine"
+    """Everything of its machine is killed at once."""
+    KILL_RANK = "KillRank"
+    """The processes of its command are killed; the machine stays."""
+    FREEZE = "Freeze"
+    """Everything of its machine stands still for a time."""
+    CUT = "Cut"
+    """Nothing reaches its machine, or leaves it, for a time."""
+
+    @property
+    def is_for_a_time(self) -> bool:
+        """It is undone after a while."""
+        return self in (HarmKind.FREEZE, HarmKind.CUT)
+
+
 class FailurePolicy(StrEnum):
     """What a non-zero exit leads to (`recovery.onProcessFailure`)."""
 

@@ -37,7 +37,7 @@ def prepare(job: Job, *, facts: DeploymentFacts) -> Prepared:
 
 def facts_now(facts: DeploymentFacts, machines: Iterable[Machine]) -> DeploymentFacts:
     """These facts with the machines that there are at this moment."""
-    present = [machine for machine in machines if machine["state"] != "Lost"]
+    present = [machine for machine in machines if machine["state"] not in ("Lost", "Leaving")]
     gpus: dict[str, int] = {}
     for machine in present:
         count = int(machine["gpus"].get("count") or 0)

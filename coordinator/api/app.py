@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from coordinator.api import routes_deployment, routes_runs, routes_streams
+from coordinator.api import routes_deployment, routes_rehearsal, routes_runs, routes_streams
 from coordinator.api.auth import bearer_middleware
 from coordinator.api.endpoints import CONTEXT, ApiContext
 from coordinator.api.failures import guard_requests
@@ -28,7 +28,12 @@ from mesh.spec import DeploymentFacts
 BODY_BYTES_MAX = 8 * 1024 * 1024
 """A megabyte of environment, every byte of it escaped in JSON, fits in."""
 
-ENDPOINTS = (*routes_deployment.ENDPOINTS, *routes_runs.ENDPOINTS, *routes_streams.ENDPOINTS)
+ENDPOINTS = (
+    *routes_deployment.ENDPOINTS,
+    *routes_runs.ENDPOINTS,
+    *routes_rehearsal.ENDPOINTS,
+    *routes_streams.ENDPOINTS,
+)
 
 
 def make_app(

@@ -20,6 +20,7 @@ _ERROR_TEXT = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "A fault of the server.",
     HTTPStatus.SERVICE_UNAVAILABLE: "The coordinator is being restarted; come back later (Retry-After).",
     HTTPStatus.NOT_FOUND: "There is no such thing.",
+    HTTPStatus.FORBIDDEN: "This deployment does not allow it.",
     HTTPStatus.CONFLICT: "The present state does not allow this, or the name is taken.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is over the limit.",
     HTTPStatus.INSUFFICIENT_STORAGE: "The journal cannot be written; nothing was accepted.",

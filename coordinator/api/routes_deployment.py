@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import NotRequired
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -22,6 +23,9 @@ SELECTOR = Parameter(
     text="Conditions on labels, all of which must hold: `key=value,key!=value`.",
 )
 MACHINES_LARGEST = 64
+GRACE_S_DEFAULT = 120.0
+GRACE_S_LARGEST = 86_400.0
+MESSAGE_LENGTH_MAX = 500
 
 
 class MachineList(TypedDict):
@@ -34,6 +38,14 @@ class GrowRequest(TypedDict):
     """How many machines there shall be in all."""
 
     count: int
+
+
+class ReclaimRequest(TypedDict):
+    """When the machine goes away, and why."""
+
+    graceSeconds: NotRequired[float]
+    """From now; 120 when left out. Ranks get at most their own grace period of it."""
+    message: NotRequired[str]
 
 
 class JoinRequest(TypedDict):
@@ -97,6 +109,26 @@ async def grow_machines(request: web.Request, query: Query) -> web.StreamRespons
             reason=Reason.CONFLICT,
         )
     return web.json_response({"machines": await grow(count)})
+
+
+async def reclaim_machine(request: web.Request, query: Query) -> web.StreamResponse:
+    name = request.match_info["name"]
+    body = await read_json(request, what="when it goes away") if await request.read() else {}
+    if not isinstance(body, dict):
+        raise SpecError('The request takes an object: {"graceSeconds": 120, "message": "…"}.')
+    grace_s, message = body.get("graceSeconds", GRACE_S_DEFAULT), body.get("message", "")
+    is_number = isinstance(grace_s, int | float) and not isinstance(grace_s, bool)
+    if not is_number or not 0 <= grace_s <= GRACE_S_LARGEST:
+        raise SpecError(
+            f"graceSeconds must be a number from 0 to {GRACE_S_LARGEST:g}.",
+            field="graceSeconds",
+            got=str(grace_s)[:80],
+        )
+    if not isinstance(message, str) or len(message) > MESSAGE_LENGTH_MAX:
+        raise SpecError(f"message must be text of at most {MESSAGE_LENGTH_MAX} characters.", field="message")
+    service = request.app[CONTEXT].service
+    machine = await ask(lambda: service.reclaim(name, float(grace_s), message))
+    return web.json_response(machine, status=HTTPStatus.ACCEPTED)
 
 
 async def admit_machine(request: web.Request, query: Query) -> web.StreamResponse:
@@ -170,5 +202,22 @@ ENDPOINTS = (
         body=JoinRequest,
         answers=(Answer(text="The machine's name, and the cluster to become part of.", shape=JoinTerms),),
         errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/machines/{name}/reclaim",
+        operation="reclaimMachine",
+        summary="A notice that a machine goes away: whoever has it saves and gets another one, nobody else gets it",
+        handler=reclaim_machine,
+        body=ReclaimRequest,
+        body_required=False,
+        answers=(
+            Answer(
+                text="The machine; its run has left it when `run` is null.",
+                shape=Machine,
+                status=HTTPStatus.ACCEPTED,
+            ),
+        ),
+        errors=(HTTPStatus.NOT_FOUND,),
     ),
 )

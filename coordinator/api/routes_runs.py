@@ -1,4 +1,4 @@
-"""Runs: submit, look, cancel, delete; and the attempts of their ranks."""
+"""Runs: submit, look, suspend, resume, cancel, delete; and the attempts of their ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Quer
 from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import SELECTOR
 from coordinator.api.streams import compact_json
-from mesh.errors import MeshTimeoutError, NotFoundError, SpecError, TransportError
+from mesh.errors import ConflictError, MeshTimeoutError, NotFoundError, SpecError, TransportError
 from mesh.ids import new_run_uid
 from mesh.reasons import Reason
 from mesh.resources import Attempt, DryRun, Run, Submission
@@ -118,6 +118,32 @@ async def cancel_run(request: web.Request, query: Query) -> web.StreamResponse:
     return web.json_response(run, status=HTTPStatus.ACCEPTED)
 
 
+async def suspend_run(request: web.Request, query: Query) -> web.StreamResponse:
+    name = request.match_info["name"]
+    run = await ask(lambda: request.app[CONTEXT].service.suspend(name))
+    return web.json_response(run, status=HTTPStatus.ACCEPTED)
+
+
+async def resume_run(request: web.Request, query: Query) -> web.StreamResponse:
+    name = request.match_info["name"]
+    service = request.app[CONTEXT].service
+    unanswered = False
+
+    async def resume_once() -> Run:
+        nonlocal unanswered
+        try:
+            return await service.resume(name)
+        except (TransportError, MeshTimeoutError):
+            unanswered = True
+            raise
+        except ConflictError:
+            if not unanswered:
+                raise
+            return await service.get_run(name)  # it was the earlier, unanswered call that resumed it
+
+    return web.json_response(await ask(resume_once), status=HTTPStatus.ACCEPTED)
+
+
 async def delete_run(request: web.Request, query: Query) -> web.StreamResponse:
     name = request.match_info["name"]
     context = request.app[CONTEXT]
@@ -208,6 +234,30 @@ ENDPOINTS = (
             ),
         ),
         errors=(HTTPStatus.NOT_FOUND,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/runs/{name}/suspend",
+        operation="suspendRun",
+        summary="Stop a run for now and give its machines back; suspending twice is harmless",
+        handler=suspend_run,
+        answers=(
+            Answer(
+                text="The run; it has stopped when its state is Suspended.",
+                shape=Run,
+                status=HTTPStatus.ACCEPTED,
+            ),
+        ),
+        errors=(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/runs/{name}/resume",
+        operation="resumeRun",
+        summary="Let a suspended run go on in a new epoch",
+        handler=resume_run,
+        answers=(Answer(text="The run, waiting for machines.", shape=Run, status=HTTPStatus.ACCEPTED),),
+        errors=(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT),
     ),
     Endpoint(
         method="GET",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from mesh.resources import Attempt, DeploymentStatus, Event, Machine, Run
+from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 
 Json = dict[str, Any]
 """One JSON object that is passed through."""
@@ -55,6 +55,36 @@ class CoordinatorService(Protocol):
         """
         ...
 
+    async def suspend(self, name: str) -> Run:
+        """Asks for the run to be stopped for now, its machines given back; it has when its state is Suspended.
+
+        One that is being suspended, or is suspended, is returned as it is. A machine that is lost meanwhile changes
+        nothing. Raises NotFoundError, ConflictError when it has ended.
+        """
+        ...
+
+    async def resume(self, name: str) -> Run:
+        """Lets a suspended run go on, in a new epoch, on whatever machines there are.
+
+        Raises NotFoundError, ConflictError in any other state.
+        """
+        ...
+
+    async def chaos(self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool) -> Harm:
+        """Does a rank harm on purpose, and says so among the run's events. Returns when it is done.
+
+        Args:
+            kind: a `HarmKind`.
+            seconds: after which it is undone; only for kinds that are for a time.
+            one_way: of a cut: only what leaves the machine is lost.
+
+        Raises:
+            NotFoundError: no such run.
+            ConflictError: (Forbidden) not on this deployment; or the run has no such rank now, or the machine
+                cannot do this to itself.
+        """
+        ...
+
     async def delete(self, name: str) -> None:
         """Forgets an ended run; its name is free again.
 
@@ -68,6 +98,13 @@ class CoordinatorService(Protocol):
 
     async def list_machines(self) -> list[Machine]:
         """Every machine of the deployment, by name."""
+        ...
+
+    async def reclaim(self, machine: str, grace_s: float, message: str) -> Machine:
+        """The machine goes away in `grace_s` seconds: nobody gets it from now on, and whoever has it saves and leaves.
+
+        Saying it again changes nothing. Raises NotFoundError.
+        """
         ...
 
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:

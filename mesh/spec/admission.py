@@ -9,8 +9,8 @@ A field is refused with `NotAvailableYet` exactly where ignoring it would change
 | image                        | refused: the command would run in another environment than the one asked for          |
 | maxCost                      | accepted where machines cost nothing: nothing can pass it. Refused elsewhere: it      |
 |                              | would not be enforced                                                                 |
-| recovery.onProcessFailure    | Fail runs; RestartGang and RestartRank are refused: the run would fail instead        |
-| recovery.maxAttempts         | accepted: it is an upper bound, and never passed                                      |
+| recovery.onProcessFailure    | Fail and RestartGang are in force. RestartRank is refused: its gang would be          |
+|                              | restarted as a whole                                                                  |
 | distributed.network          | Colocated, Regional and Global all hold where every machine is in one place, so they  |
 |                              | are accepted there. A deployment over several places refuses what it cannot bound     |
 |                              | (Colocated, Regional). Global always shows the condition WANBound                     |
@@ -18,6 +18,7 @@ A field is refused with `NotAvailableYet` exactly where ignoring it would change
 |                              | warning RelayedLowBandwidth stands where a relayed path is possible                   |
 | startupTimeout, gracePeriod, | in force                                                                              |
 | maxAssemblyRetries, env,     |                                                                                       |
+| recovery.maxAttempts,        |                                                                                       |
 | workingDir, labels           |                                                                                       |
 | resources.gpu, nodes         | accepted, with a warning when the machines that are there do not have it: the run     |
 |                              | waits as Pending and says why                                                         |
@@ -116,11 +117,11 @@ def _unavailable(job: Job, facts: DeploymentFacts) -> list[Problem]:
         refuse(("image",), spec.image, "commands run in the machine's own environment, not in a container")
     if spec.max_cost is not None and not facts.machines_cost_nothing:
         refuse(("maxCost",), spec.max_cost, "the cost of a run is not limited on this deployment")
-    if spec.recovery.on_process_failure is not FailurePolicy.FAIL:
+    if spec.recovery.on_process_failure is FailurePolicy.RESTART_RANK:
         refuse(
             ("recovery", "onProcessFailure"),
             spec.recovery.on_process_failure,
-            "a command that exits non-zero fails the run (Fail)",
+            "a command that exits non-zero fails the run (Fail) or restarts the whole gang (RestartGang)",
         )
     if not facts.single_site and spec.distributed.network is not NetworkScope.GLOBAL:
         refuse(

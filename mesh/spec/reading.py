@@ -19,6 +19,7 @@ from mesh.spec.fields import parse_gpus
 from mesh.spec.model import Job
 from mesh.spec.names import new_run_name
 from mesh.spec.problems import Problem, describe, dotted, problems_of, spec_error
+from mesh.states import FailurePolicy
 
 SERVER_PARTS: tuple[Path, ...] = (("status",), ("metadata", "uid"), ("metadata", "createdAt"))
 """What `mesh get -o json` shows and a submit ignores, so that one's output can be the other's input."""
@@ -45,6 +46,11 @@ FLAGS: dict[Path, str] = {
     ("spec", "recovery", "onProcessFailure"): "--on-process-failure",
     ("spec", "gracePeriod"): "--grace-period",
     ("spec", "maxCost"): "--max-cost",
+}
+_FAILURE_WORDS = {
+    "restart": FailurePolicy.RESTART_GANG,
+    "restart-gang": FailurePolicy.RESTART_GANG,
+    "restart-rank": FailurePolicy.RESTART_RANK,
 }
 
 
@@ -148,7 +154,7 @@ def job_from_flags(
     line.put(("metadata", "name"), name)
     line.put(("spec", "command"), list(command))
     line.put(("spec", "recovery", "maxAttempts"), max_attempts)
-    line.put(("spec", "recovery", "onProcessFailure"), on_process_failure)
+    line.put(("spec", "recovery", "onProcessFailure"), _failure_policy(on_process_failure))
     line.put(("spec", "gracePeriod"), grace_period)
     line.put(("spec", "maxCost"), max_cost)
     line.put(("spec", "workingDir"), working_dir)
@@ -157,6 +163,11 @@ def job_from_flags(
     _put_labels(line, labels)
     _put_env(line, env, env_files, client_environment or {})
     return _validated(line.data, source="", spell=line.spell, problems=line.problems)
+
+
+def _failure_policy(word: str | None) -> str | None:
+    """As people type it: `fail`, `restart`, `restart-rank`."""
+    return None if word is None else _FAILURE_WORDS.get(word.strip().lower(), word)
 
 
 def _put_gpus(line: _Line, gpu: Sequence[str]) -> None:

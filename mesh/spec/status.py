@@ -61,6 +61,37 @@ class Condition(_Reported):
     message: str
 
 
+class EpochStatus(_Reported):
+    """One collective life of the gang."""
+
+    epoch: int
+    began_at: float
+    opened_at: float | None = None
+    running_at: float | None = None
+    stopped_at: float | None = None
+    ended_at: float | None = None
+    kept: tuple[int, ...] = ()
+    replaced: tuple[int, ...] = ()
+    restored: str | None = None
+    restored_step: int | None = None
+    cause: dict[str, Any] | None = None
+    victims: tuple[int, ...] = ()
+    charged_to: str | None = None
+    led_somewhere: bool = False
+    lost_seconds: float | None = None
+
+
+class CheckpointStatus(_Reported):
+    """A gang checkpoint that is committed."""
+
+    id: str
+    uri: str
+    epoch: int
+    step: int | None = None
+    bytes: int
+    at: float
+
+
 class JobStatus(_Reported):
     """What became of the run. Times are seconds since 1970."""
 
@@ -76,3 +107,7 @@ class JobStatus(_Reported):
     ranks: tuple[RankStatus, ...] = ()
     conditions: tuple[Condition, ...] = ()
     cause: dict[str, Any] | None = None
+    restarts: dict[str, int] | None = None
+    epochs: tuple[EpochStatus, ...] = ()
+    checkpoint: CheckpointStatus | None = None
+    productive: dict[str, float] | None = None

@@ -80,14 +80,13 @@ async def submit(
     *,
     nodes: int | None = None,
     request_id: str | None = None,
+    recovery: dict[str, Any] | None = None,
     **labels: str,
 ) -> Any:
     distributed = {"nodes": nodes} if nodes else {}
+    spec = {"command": list(command), "distributed": distributed, "recovery": recovery or {}}
     job = job_from_data(
-        {
-            "metadata": {"name": name, "labels": labels},
-            "spec": {"command": list(command), "distributed": distributed},
-        },
+        {"metadata": {"name": name, "labels": labels}, "spec": spec},
         source="",
     )
     return await subject.service.submit(job.to_json(), resolve(job).to_record(), request_id)
@@ -222,6 +221,10 @@ async def test_what_is_not_there_is_not_found(subject: Subject) -> None:
     for call in (
         subject.service.get_run("nobody"),
         subject.service.cancel("nobody", ""),
+        subject.service.suspend("nobody"),
+        subject.service.resume("nobody"),
+        subject.service.reclaim("nobody", 10.0, ""),
+        subject.service.chaos("nobody", "KillRank", 0, None, False),
         subject.service.delete("nobody"),
     ):
         with pytest.raises(NotFoundError):
@@ -277,3 +280,126 @@ async def test_machines_and_status_have_the_documented_shapes(subject: Subject) 
     fits(resources.DeploymentStatus, status)
     assert status["state"] == "Ready"
     assert sum(status["machines"].values()) == 2
+
+
+def is_suspended(run: Any) -> bool:
+    return run["status"]["state"] == "Suspended"
+
+
+def runs_in(epoch: int) -> Callable[[Any], bool]:
+    return lambda run: is_running(run) and run["status"]["epoch"] == epoch
+
+
+async def end(subject: Subject, name: str) -> None:
+    await subject.service.cancel(name, "")
+    await reach(subject, name, has_ended)
+
+
+async def test_a_suspended_run_has_not_ended_and_goes_on_in_a_new_epoch(subject: Subject) -> None:
+    await submit(subject, "pause", subject.hangs, nodes=2)
+    with pytest.raises(ConflictError):
+        await subject.service.resume("pause")
+    await reach(subject, "pause", is_running)
+    await subject.service.suspend("pause")
+    suspended = await reach(subject, "pause", is_suspended)
+    fits(resources.Run, suspended)
+    status = suspended["status"]
+    assert (status["reason"], status["exitCode"], status["endedAt"]) == ("Suspended", None, None)
+    assert is_suspended(await subject.service.suspend("pause"))
+    with pytest.raises(ConflictError):
+        await subject.service.delete("pause")
+    await subject.service.resume("pause")
+    run = await reach(subject, "pause", runs_in(2))
+    assert [epoch["chargedTo"] for epoch in run["status"]["epochs"]] == [None, None]
+    assert run["status"]["restarts"]["total"] == 0
+    await end(subject, "pause")
+    with pytest.raises(ConflictError):
+        await subject.service.suspend("pause")
+
+
+async def test_a_suspended_run_can_be_cancelled(subject: Subject) -> None:
+    await submit(subject, "stay", subject.hangs)
+    await reach(subject, "stay", is_running)
+    await subject.service.suspend("stay")
+    await reach(subject, "stay", is_suspended)
+    await end(subject, "stay")
+    assert (await subject.service.get_run("stay"))["status"]["state"] == "Cancelled"
+
+
+async def test_a_lost_machine_costs_its_rank_the_machine_and_the_story_says_so(subject: Subject) -> None:
+    await submit(subject, "loses", subject.hangs)
+    before = await reach(subject, "loses", is_running)
+    harm = await subject.service.chaos("loses", "LoseMachine", 0, None, False)
+    fits(resources.Harm, harm)
+    old = before["status"]["ranks"][0]["machine"]
+    assert (harm["rank"], harm["epoch"], harm["machine"]) == (0, 1, old)
+    run = await reach(subject, "loses", runs_in(2))
+    fits(resources.Run, run)
+    status = run["status"]
+    assert status["ranks"][0]["machine"] != old
+    assert (status["restarts"]["loss"], status["restarts"]["total"], status["restarts"]["of"]) == (1, 1, 3)
+    first, second = status["epochs"]
+    assert (first["cause"]["rank"], first["cause"]["reason"], first["chargedTo"]) == (
+        0,
+        "MachineLost",
+        "Loss",
+    )
+    assert not first["ledSomewhere"]
+    assert first["beganAt"] <= first["openedAt"] <= first["runningAt"] <= first["stoppedAt"]
+    assert first["stoppedAt"] <= first["endedAt"] <= second["beganAt"]
+    assert (second["kept"], second["replaced"], second["cause"]) == ([], [0], None)
+    assert second["ledSomewhere"]
+    attempts = await subject.service.list_attempts({"nodus.dev/job": "loses", "nodus.dev/rank": "0"})
+    for attempt in attempts:
+        fits(resources.Attempt, attempt)
+    assert [a["epoch"] for a in attempts] == [1, 2]
+    assert attempts[0]["reason"] == "MachineLost"
+    assert attempts[0]["cause"]["rank"] == 0
+    assert (attempts[1]["reason"], attempts[1]["cause"]) == (None, None)
+    kinds = [e["kind"] for e in await subject.service.events(0, "loses", 1000, 0.0)]
+    assert kinds.index("Rehearsed") < kinds.index("MemberLost") < kinds.index("Restarting")
+    states = {m["name"]: m["state"] for m in await subject.service.list_machines()}
+    assert states[old] == "Lost"
+    await end(subject, "loses")
+
+
+async def test_a_killed_command_restarts_the_gang_only_when_the_run_wants_it(subject: Subject) -> None:
+    await submit(subject, "again", subject.hangs, nodes=2, recovery={"onProcessFailure": "RestartGang"})
+    before = await reach(subject, "again", is_running)
+    await subject.service.chaos("again", "KillRank", 1, None, False)
+    run = await reach(subject, "again", runs_in(2))
+    assert [r["machine"] for r in run["status"]["ranks"]] == [r["machine"] for r in before["status"]["ranks"]]
+    assert (run["status"]["restarts"]["failure"], run["status"]["epochs"][1]["kept"]) == (1, [0, 1])
+    await end(subject, "again")
+    await submit(subject, "once", subject.hangs, nodes=2)
+    await reach(subject, "once", is_running)
+    await subject.service.chaos("once", "KillRank", 1, None, False)
+    status = (await reach(subject, "once", has_ended))["status"]
+    assert (status["state"], status["exitCode"], status["cause"]["rank"]) == ("Failed", 137, 1)
+
+
+async def test_a_machine_that_is_wanted_back_is_left_and_given_to_nobody(subject: Subject) -> None:
+    await submit(subject, "moves", subject.hangs)
+    before = await reach(subject, "moves", is_running)
+    old = before["status"]["ranks"][0]["machine"]
+    machine = await subject.service.reclaim(old, 30.0, "Maintenance.")
+    fits(resources.Machine, machine)
+    assert (machine["name"], machine["state"]) == (old, "Leaving")
+    await subject.service.reclaim(old, 30.0, "")
+    run = await reach(subject, "moves", runs_in(2))
+    assert run["status"]["ranks"][0]["machine"] != old
+    assert run["status"]["restarts"]["reclaim"] == 1
+    assert run["status"]["epochs"][0]["cause"]["reason"] == "MachineReclaimed"
+    await end(subject, "moves")
+    await submit(subject, "later", subject.exits(0))
+    assert (await reach(subject, "later", has_ended))["status"]["ranks"][0]["machine"] != old
+
+
+async def test_harm_is_done_only_to_a_rank_that_is_there(subject: Subject) -> None:
+    await submit(subject, "alone", subject.hangs)
+    await reach(subject, "alone", is_running)
+    with pytest.raises((ConflictError, NotFoundError)):
+        await subject.service.chaos("alone", "LoseMachine", 5, None, False)
+    await end(subject, "alone")
+    with pytest.raises(ConflictError):
+        await subject.service.chaos("alone", "LoseMachine", 0, None, False)

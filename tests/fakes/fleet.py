@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from agents.chaos import HarmOrder
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, Shape, Waiting, matches, why_waiting
 from mesh.errors import NotFoundError, TransportError
@@ -28,6 +29,7 @@ class FakeFleet:
         """Released without the proof that nothing runs there."""
         self.orders: list[JoinOrder] = []
         self.fences: list[FenceOrder] = []
+        self.harms: list[HarmOrder] = []
         self.dismissed: list[Incarnation] = []
         self.forgotten: list[RunUid] = []
         self.unreachable = 0
@@ -84,6 +86,12 @@ class FakeFleet:
         if machine not in self.names:
             raise NotFoundError(f"There is no machine {machine}.", hint="See them all: mesh get machines")
         self.cordoned.add(machine)
+
+    async def why_no_harm(self, order: HarmOrder) -> str | None:
+        return f"{order.machine} is lost." if order.machine in self.lost else None
+
+    async def harm(self, order: HarmOrder) -> None:
+        self.harms.append(order)
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         self._may_fail()

@@ -9,9 +9,10 @@ import asyncio
 import time
 from typing import Any
 
+from agents.chaos import HarmOrder
 from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
-from coordinator.core.events import BarrierOpened
+from coordinator.core.events import BarrierOpened, LeaseLapsed
 from coordinator.journal import SqlJournal
 from mesh.ids import Epoch, Incarnation, RunUid
 from mesh.messages import (
@@ -26,7 +27,7 @@ from mesh.messages import (
     ProcessExit,
 )
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
+from mesh.states import HarmKind, Transport
 from tests.fakes.fleet import FakeFleet, FakeStore
 
 _NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
@@ -61,8 +62,21 @@ class ScriptedFleet(FakeFleet):
             for member in present.values():
                 self._spawn(self._live(member))
 
+    async def harm(self, order: HarmOrder) -> None:
+        """What comes of it, at once."""
+        await super().harm(order)
+        assert self.coordinator is not None
+        if order.kind is HarmKind.KILL_RANK:
+            self._spawn(self._report(_killed(order.incarnation)))
+        else:
+            self.lost.add(order.machine)
+            self.coordinator.post(order.incarnation.run_uid, LeaseLapsed(incarnation=order.incarnation))
+
     async def fence(self, order: FenceOrder) -> None:
         await super().fence(order)
+        place = next(o.machine for o in self.orders if o.incarnation == order.incarnation)
+        if place in self.lost:
+            return  # nobody is there to confirm it
         self._spawn(self._report(_fenced(order.incarnation)))
 
     async def _live(self, order: JoinOrder) -> None:
@@ -93,6 +107,12 @@ class ScriptedFleet(FakeFleet):
         await asyncio.gather(*self._tasks)
 
 
+def _killed(incarnation: Incarnation) -> MemberExited:
+    return MemberExited(
+        incarnation=incarnation, at=time.time(), exit=ProcessExit(signal=9), evidence=CauseEvidence()
+    )
+
+
 def _fenced(incarnation: Incarnation) -> MemberFenced:
     return MemberFenced(incarnation=incarnation, at=time.time(), exit=ProcessExit(signal=15))
 
@@ -117,7 +137,7 @@ def scripted_coordinator(db: str, *, machines: int = 2) -> tuple[Coordinator, Sc
         fleet=fleet,
         store=store,
         join_order=join_order,
-        deployment={"version": "0", "local": True},
+        deployment={"version": "0", "local": True, "chaos": True},
     )
     fleet.coordinator = coordinator
     return coordinator, fleet

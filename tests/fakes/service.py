@@ -175,6 +175,8 @@ class FakeService:
         index = next((i for i in range(self._machines) if f"m{i}" == machine), None)
         if index is None:
             raise NotFoundError(f"There is no machine named '{machine}'.")
+        if machine in self._leaving:
+            return self._machine(index)
         self._leaving.add(machine)
         for run in self._runs.values():
             for rank, place in run.machines.items():
@@ -184,9 +186,7 @@ class FakeService:
                     run.wishes.put_nowait(("reclaim", rank))
         return self._machine(index)
 
-    async def chaos(
-        self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool, planned: str
-    ) -> Harm:
+    async def chaos(self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool) -> Harm:
         self._enter("chaos")
         run = self._find(name)
         if not self.allows_chaos:
@@ -288,7 +288,8 @@ class FakeService:
     async def _place(self, run: FakeRun, avoid: Mapping[int, str]) -> dict[int, str]:
         """A machine for every rank: the one it had, unless that is to be avoided."""
         while True:
-            usable = [f"m{i}" for i in range(self._machines) if f"m{i}" not in self._leaving | self._lost]
+            count = max(self._machines, run.plan.nodes)  # a gang that is too large is placed all the same
+            usable = [f"m{i}" for i in range(count) if f"m{i}" not in self._leaving | self._lost]
             places = {r: m for r, m in run.machines.items() if r not in avoid and m in usable}
             free = [m for m in usable if m not in (*places.values(), *avoid.values())]
             vacant = [rank for rank in range(run.plan.nodes) if rank not in places]
@@ -309,7 +310,7 @@ class FakeService:
         try:
             while pending:
                 done, _ = await asyncio.wait({*pending, wish}, return_when=asyncio.FIRST_COMPLETED)
-                failed = [ranks[task] for task in done & pending if not task.result()]
+                failed = [ranks[task] for task in ranks if task in done & pending and not task.result()]
                 if failed:
                     return "failure", failed[0]
                 pending -= done
@@ -318,7 +319,7 @@ class FakeService:
                     self._exit(run, rank, {"code": None, "signal": 9})
                     return "failure", rank
                 if wish in done:
-                    return wish.result()  # type: ignore[return-value]
+                    return wish.result()
             return "success", None
         finally:
             for task in [*ranks, wish]:

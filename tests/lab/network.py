@@ -216,10 +216,13 @@ def _remove_lab(lab_id: str) -> None:
     mount = cgroup_mount()
     assert mount is not None
     kill_group(mount / lab_id)
+    # Both ends of a cable go at once; with the namespace they would go when the kernel finds the time.
+    for link in json.loads(call("ip", "-j", "link")):
+        if re.fullmatch(f"{lab_id}(b|m[0-9]+|head)", link["ifname"]):
+            _call_quietly("ip", "link", "del", link["ifname"])
     for name in _namespaces():
         if name.startswith(f"{lab_id}-"):
             _remove_namespace(name)
-    _call_quietly("ip", "link", "del", f"{lab_id}b")
     if NETNS_ETC.exists():
         for folder in NETNS_ETC.iterdir():
             if folder.name.startswith(f"{lab_id}-"):

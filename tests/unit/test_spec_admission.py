@@ -10,7 +10,15 @@ from mesh import resources
 from mesh.errors import SpecError
 from mesh.reasons import Reason
 from mesh.spec import DeploymentFacts, Job, JobStatus, admit, job_from_data, job_from_flags, resolve
-from mesh.spec.status import BarrierStatus, Condition, ProcessEnd, RankStatus, TopologyStatus
+from mesh.spec.status import (
+    BarrierStatus,
+    CheckpointStatus,
+    Condition,
+    EpochStatus,
+    ProcessEnd,
+    RankStatus,
+    TopologyStatus,
+)
 
 LAPTOP = DeploymentFacts(machines=2, gpus={"H100": 1})
 RENTED = DeploymentFacts(
@@ -64,7 +72,7 @@ def test_everything_that_is_not_available_is_said_at_once() -> None:
             image="nvcr.io/x:1",
             maxCost="2.00",
             distributed={"launcher": "verl"},
-            recovery={"onProcessFailure": "RestartGang"},
+            recovery={"onProcessFailure": "RestartRank"},
         ),
         RENTED,
     )
@@ -72,6 +80,11 @@ def test_everything_that_is_not_available_is_said_at_once() -> None:
     assert error.details["problems"] == 5
     for field in ("launcher", "image", "maxCost", "onProcessFailure", "distributed.network"):
         assert f"{field}: got " in error.message
+
+
+def test_a_gang_may_be_restarted_when_its_command_fails() -> None:
+    assert warnings(job(recovery={"onProcessFailure": "RestartGang", "maxAttempts": 5})) == []
+    assert "RestartGang" in refusal(job(recovery={"onProcessFailure": "RestartRank"})).message
 
 
 def test_where_machines_are_in_one_place_every_network_scope_holds() -> None:
@@ -165,6 +178,8 @@ def test_the_status_half_has_the_keys_of_the_api() -> None:
         (BarrierStatus, resources.BarrierStatus),
         (TopologyStatus, resources.TopologyStatus),
         (Condition, resources.Condition),
+        (EpochStatus, resources.EpochStatus),
+        (CheckpointStatus, resources.CheckpointStatus),
     ]
     for model, typed in pairs:
         spelled = {field.alias or name for name, field in model.model_fields.items()}

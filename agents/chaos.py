@@ -1,0 +1,277 @@
+"""Harm that is done to a machine, or to one rank on it, on purpose: `mesh chaos` rehearses a recovery with it.
+
+    python -S -P agents/chaos.py        with PYTHONPATH naming our packages; a HarmOrder as JSON on stdin
+
+What each kind does, on the machine itself:
+
+| LoseMachine | SIGKILL, as good as at once, to the raylet, everything below it, and everything that serves or is a   |
+|             | life on this machine: keepers, supervisors, commands. Whoever does it goes last                       |
+| KillRank    | SIGKILL to the processes of the rank's command; its supervisor lives and tells                        |
+| Freeze      | SIGSTOP to what LoseMachine would kill, SIGCONT after the time                                        |
+| Cut         | nftables drop what comes to the machine's address and leaves it. Of a machine that is simulated on    |
+|             | this host that is: its leases, its barrier, its logs, and what its ranks say to others. Ray's own     |
+|             | calls go over 127.0.0.1 there and are not cut                                                         |
+
+Rules of this file:
+1. Standard library only, apart from our modules that import nothing else.
+2. What is undone after a time is undone by a process of its own, which belongs to nobody on the machine: it lives on
+   while everything stands still, undoes at once when it is told to end, and never waits longer than SECONDS_MAX.
+3. A process is its pid and its start time: no other process is ever hit.
+4. A cut is a table of its own, named after the deployment. `remove_cuts` takes away what a killed process left.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents import control_group, process_tree
+from agents.ray_environment import MARK
+from agents.signing_in import SERVES_VARIABLE
+from agents.supervisor_protocol import INCARNATION_VARIABLE
+from mesh.ids import Incarnation, MachineName
+from mesh.states import HarmKind
+
+SECONDS_MAX = 600.0
+KILL_LIMIT_S = 5.0
+ANSWER_LEAVES_S = 0.2
+"""Between the order and what silences the machine: so long has its answer to get away."""
+STOP_ROUNDS_MAX = 16
+NFT_LIMIT_S = 10.0
+TABLE_PREFIX = "gangmesh_chaos"
+_RAYLET_OF = "--node-name="
+_DETACHING_SHELL = ("/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- >/dev/null 2>&1 &', "sh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmOrder:
+    """What is done, to whom."""
+
+    kind: HarmKind
+    machine: MachineName
+    address: str
+    incarnation: Incarnation
+    """The rank that is meant."""
+    lives: tuple[Incarnation, ...]
+    """Every life on the machine, that one too, of whatever run."""
+    seconds: float | None = None
+    """After which it is undone; set exactly for kinds that are for a time."""
+    is_one_way: bool = False
+    """Of a cut: only what leaves the machine is lost."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain JSON-able data; `from_record` is the inverse."""
+        return {
+            "kind": str(self.kind),
+            "machine": self.machine,
+            "address": self.address,
+            "incarnation": str(self.incarnation),
+            "lives": [str(life) for life in self.lives],
+            "seconds": self.seconds,
+            "is_one_way": self.is_one_way,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> HarmOrder:
+        return cls(
+            kind=HarmKind(record["kind"]),
+            machine=MachineName(record["machine"]),
+            address=record["address"],
+            incarnation=Incarnation.parse(record["incarnation"]),
+            lives=tuple(Incarnation.parse(life) for life in record["lives"]),
+            seconds=record["seconds"],
+            is_one_way=record["is_one_way"],
+        )
+
+
+# ---- on the machine, in a process that the machine's own raylet started ------------------------------
+
+
+def why_not(order: HarmOrder) -> str | None:
+    """Why this machine cannot do it, in a sentence; None when it can. Changes nothing."""
+    if order.kind is not HarmKind.CUT:
+        return None
+    if os.geteuid() != 0:
+        return f"{order.machine} cannot be cut off: that takes root there (nftables)."
+    if shutil.which("nft") is None:
+        return f"{order.machine} cannot be cut off: the program nft is not there (package nftables)."
+    done = _nft("list", "tables")
+    return None if done.returncode == 0 else f"{order.machine} cannot be cut off: {done.stderr.strip()}"
+
+
+def perform(order: HarmOrder) -> None:
+    """Does it. After LoseMachine there is nobody left to return."""
+    match order.kind:
+        case HarmKind.KILL_RANK:
+            process_tree.kill_incarnation(str(order.incarnation), limit_s=KILL_LIMIT_S)
+        case HarmKind.LOSE_MACHINE:
+            kill_machine(order, raylet=find_raylet(order.machine))
+            os.kill(os.getpid(), signal.SIGKILL)
+        case HarmKind.FREEZE | HarmKind.CUT:
+            start_undoer(order, raylet=find_raylet(order.machine))
+
+
+def find_raylet(machine: MachineName) -> int | None:
+    """The machine's raylet, which this process descends from; None when it does not."""
+    name = os.fsencode(f"{_RAYLET_OF}{machine}")
+    processes = process_tree.snapshot()
+    for pid in process_tree.lineage(processes, os.getpid()):
+        if name in control_group.read_bytes(f"/proc/{pid}/cmdline").split(b"\0"):
+            return pid
+    return None
+
+
+def find_machine(
+    order: HarmOrder, *, raylet: int | None, spared: Collection[int] = ()
+) -> dict[int, process_tree.Process]:
+    """Everything of the machine, by pid."""
+    processes = process_tree.snapshot()
+    names = {os.fsencode(str(life)) for life in order.lives}
+    roots = {pid for pid in processes if _names_of(pid) & names}
+    if raylet is not None:
+        roots.add(raylet)
+    found = (roots | process_tree.descendants(processes, roots)) - {os.getpid(), *spared}
+    return {pid: processes[pid] for pid in found & processes.keys() if processes[pid].is_alive}
+
+
+def kill_machine(order: HarmOrder, *, raylet: int | None) -> None:
+    """Everything of it is stopped, so that nobody sees another one die, and then killed; this process is spared."""
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while found := find_machine(order, raylet=raylet):
+        process_tree.kill_found(found, lambda: find_machine(order, raylet=raylet))
+        process_tree.wait_until_one_ends(found.values(), limit_ms=process_tree.WAIT_BETWEEN_ROUNDS_MS)
+        if time.monotonic() >= deadline:
+            return
+
+
+def _names_of(pid: int) -> set[bytes]:
+    """The lives that the process says it is of, or serves."""
+    block = control_group.read_bytes(f"/proc/{pid}/environ")
+    marks = (os.fsencode(INCARNATION_VARIABLE) + b"=", os.fsencode(SERVES_VARIABLE) + b"=")
+    return {entry.partition(b"=")[2] for entry in block.split(b"\0") if entry.startswith(marks)}
+
+
+# ---- for a time --------------------------------------------------------------------------------------
+
+
+def start_undoer(order: HarmOrder, *, raylet: int | None) -> None:
+    """Starts the process that does it and undoes it. Returns when that has its order."""
+    roots = dict.fromkeys(str(Path(module).resolve().parents[1]) for module in (__file__, _mesh_file()))
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(roots)}
+    if MARK in os.environ:  # so that the deployment's end finds it
+        environment[MARK] = os.environ[MARK]
+    command = [*_DETACHING_SHELL, sys.executable, "-S", "-P", __file__]
+    record = {**order.to_record(), "raylet": raylet}
+    subprocess.run(
+        command,
+        input=json.dumps(record).encode(),
+        env=environment,
+        check=True,
+        start_new_session=True,
+        timeout=KILL_LIMIT_S,
+    )
+
+
+def _mesh_file() -> str:
+    import mesh
+
+    return str(mesh.__file__)
+
+
+def freeze(order: HarmOrder, *, raylet: int | None) -> list[process_tree.Process]:
+    """Stops everything of the machine; what was stopped before is not in the answer."""
+    stopped: dict[tuple[int, int], process_tree.Process] = {}
+    for _ in range(STOP_ROUNDS_MAX):
+        found = find_machine(order, raylet=raylet)
+        new = [p for p in found.values() if p.identity not in stopped and not p.is_stopped]
+        if not new:
+            break
+        for process in new:
+            if process_tree.send_signal(process, signal.SIGSTOP):
+                stopped[process.identity] = process
+    return list(stopped.values())
+
+
+def cut_script(*, table: str, address: str, is_one_way: bool) -> str:
+    """What nft is told. Dropped where it arrives when that is this host, since a drop where it leaves is seen there."""
+    ip = ipaddress.ip_address(address)
+    family = "ip" if ip.version == 4 else "ip6"
+    hooks = ["input"] if ip.is_loopback else ["input", "output"]
+    rules = [f"{family} saddr {ip} {family} daddr {ip} accept", f"{family} saddr {ip} drop"]
+    if not is_one_way:
+        rules.append(f"{family} daddr {ip} drop")
+    chains = [
+        f"chain {hook} {{ type filter hook {hook} priority -300; {'; '.join(rules)}; }}" for hook in hooks
+    ]
+    return f"table inet {table} {{ {' '.join(chains)} }}\n"
+
+
+def table_name(machine: str) -> str:
+    """Of this deployment's cut of a machine."""
+    letters = "".join(c if c.isalnum() else "_" for c in machine)
+    return f"{TABLE_PREFIX}_{os.environ.get(MARK, 'none')}_{letters}"
+
+
+def remove_cuts(deployment_id: str) -> None:
+    """Takes away every cut that this deployment has left on this host. Nothing to do, or no right to, is no error."""
+    if os.geteuid() != 0 or shutil.which("nft") is None:
+        return
+    for line in _nft("list", "tables").stdout.splitlines():
+        words = line.split()
+        if words[:2] == ["table", "inet"] and words[2].startswith(f"{TABLE_PREFIX}_{deployment_id}_"):
+            _nft("delete", "table", "inet", words[2])
+
+
+def _nft(*arguments: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["nft", *arguments],
+        input=script,
+        stdin=subprocess.DEVNULL if script is None else None,
+        capture_output=True,
+        text=True,
+        timeout=NFT_LIMIT_S,
+        check=False,
+    )
+
+
+def _wait(wakeup: int, seconds: float) -> None:
+    """Returns early when somebody wants this process to end."""
+    select.select([wakeup], [], [], min(seconds, SECONDS_MAX))
+
+
+def main() -> int:
+    """Does it, waits, undoes it."""
+    wakeup, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    record = json.loads(sys.stdin.buffer.read())
+    raylet = record.pop("raylet")
+    order = HarmOrder.from_record(record)
+    assert order.seconds is not None, "only what is undone after a time comes here"
+    _wait(wakeup, ANSWER_LEAVES_S)
+    if order.kind is HarmKind.FREEZE:
+        stopped = freeze(order, raylet=raylet)
+        _wait(wakeup, order.seconds)
+        for process in stopped:
+            process_tree.send_signal(process, signal.SIGCONT)
+        return 0
+    table = table_name(order.machine)
+    _nft("-f", "-", script=cut_script(table=table, address=order.address, is_one_way=order.is_one_way))
+    _wait(wakeup, order.seconds)
+    return _nft("delete", "table", "inet", table).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
