@@ -125,7 +125,8 @@ def find_program(name: str, environment: Mapping[str, str]) -> str:
         if os.path.exists(_bytes(name))
         else ""
     )
-    raise StartError(COMMAND_NOT_FOUND, f"command not found: '{name}' (looked in PATH={path}){hint}")
+    looked_in = ":".join(dict.fromkeys(path.split(":")))  # a login's PATH often names a directory twice
+    raise StartError(COMMAND_NOT_FOUND, f"command not found: '{name}' (looked in PATH={looked_in}){hint}")
 
 
 def explain_exec_error(

@@ -129,16 +129,17 @@ class Ending(Assembling):
             f"Rank {rank}: {event.machine} is wanted back in {event.grace_s:g} s. {event.message}".rstrip()
         )
         self._announce("Reclaimed", message, reason=Reason.MACHINE_RECLAIMED, rank=rank)
-        if gang.barrier_open and blame.may_have_crossed(self._failed_at, self._now.mono):
-            gang.was_reclaimed_first = True
         if gang.state in RESTING_STATES:
             self._vacate(rank, is_clean=True)
             self._want((rank,), avoid=(event.machine,))
-        elif gang.outcome is not None:
-            return  # the end of the epoch takes it into account
-        elif rank in gang.members and gang.members[rank].succeeded:
+            return
+        if rank in gang.members and gang.members[rank].succeeded:
             return  # it has finished: nobody waits for what it would do there
-        elif gang.barrier_open:
+        if gang.barrier_open and blame.may_have_crossed(self._failed_at, self._now.mono):
+            gang.was_reclaimed_first = True
+        if gang.outcome is not None:
+            return  # the end of the epoch takes it into account
+        if gang.barrier_open:
             outcome = Outcome(kind=OutcomeKind.JUDGE, reason=Reason.MACHINE_RECLAIMED, message=message)
             self._decide(outcome, grace_s=event.grace_s)
         elif rank in gang.members:

@@ -144,13 +144,13 @@ def _cause(run: Mapping[str, Any]) -> list[str]:
     cause = run["status"]["cause"]
     if cause is None:
         return []
-    lines = [
-        "Cause:",
-        f"  {printable(cause['message'])}",
-        f"  rank {cause['rank']} at {clock(cause['at'])}, {cause['reason']}",
-        f"  its command ended with {end_of(cause['exit'])}",
-    ]
-    if cause["workerExit"] is not None:
+    lines = ["Cause:"]
+    if cause["message"] not in run["status"]["message"]:  # what is said above is not said again
+        lines.append(f"  {printable(cause['message'])}")
+    lines.append(f"  rank {cause['rank']} at {clock(cause['at'])}, {cause['reason']}")
+    if cause["exit"] is not None:
+        lines.append(f"  its command ended with {end_of(cause['exit'])}")
+    if cause["workerExit"] not in (None, cause["exit"]):
         worker = "a worker" if cause["globalRank"] is None else f"worker {cause['globalRank']}"
         lines.append(f"  {worker} ended with {end_of(cause['workerExit'])}, says the launcher's report")
     if cause["hint"]:

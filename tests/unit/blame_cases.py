@@ -526,6 +526,11 @@ RECLAIMS = (
         expected=reclaim(1, (0,)),
     ),
     Case(
+        name="a provider whose SIGTERM lets a rank save and exit with zero before its notice",
+        moments=((0.0, (plain(1, code=0), closed_by(M1, 0))), (0.6, (Reclaimed(rank=1),))),
+        expected=reclaim(1, (0,)),
+    ),
+    Case(
         name="a notice that comes long after the complaints",
         moments=((0.0, (plain(1, code=143), closed_by(M1, 0))), (6.0, (Reclaimed(rank=1),))),
         expected=reclaim(1, (0,)),
@@ -535,6 +540,11 @@ RECLAIMS = (
         moments=((0.0, (torchrun(0, code=42), closed_by("10.0.0.1", 2))), (5.0, (Reclaimed(rank=1),))),
         expected=failure(0, FAILED, (2,), lost=(1,)),
         survives_crashes=False,
+    ),
+    Case(
+        name="a bug long after the machine of a finished rank was wanted back",
+        moments=((0.0, (plain(1, code=0), Reclaimed(rank=1))), (9.0, (torchrun(0, code=42),))),
+        expected=failure(0, FAILED, lost=(1,), says=("Rank 1 had already exited 0.",)),
     ),
     Case(
         name="a reclaimed machine that is gone before its grace is over",

@@ -441,6 +441,22 @@ def test_a_launch_that_was_killed_before_it_began_is_no_failure_of_the_command()
     assert MemberStartFailed not in [type(r) for r in story.acknowledge_all()]
 
 
+def test_a_launch_that_our_fence_stopped_is_no_failure_of_the_command() -> None:
+    story = at(Phase.LAUNCHING)
+    story.tell(FENCE)
+    story.tell(ev.CommandStartFailed(incarnation=ME, reason=Reason.EPOCH_ENDED, message="stopped before"))
+    story.tell(HANDED)
+    assert story.phase is Phase.FENCED
+    assert MemberStartFailed not in [type(r) for r in story.acknowledge_all()]
+
+
+def test_a_command_that_cannot_start_is_reported_under_a_fence_too() -> None:
+    story = at(Phase.LAUNCHING)
+    story.tell(FENCE)
+    story.tell(ev.CommandStartFailed(incarnation=ME, reason=Reason.COMMAND_NOT_FOUND, message="no"))
+    assert MemberStartFailed in [type(r) for r in story.acknowledge_all()]
+
+
 def test_reports_go_one_at_a_time_in_order_and_wait_longer_after_each_failure() -> None:
     story = at(Phase.ARRIVED)
     sent = [e for e in story.effects if isinstance(e, do.SendReport)]
