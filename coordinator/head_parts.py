@@ -102,9 +102,13 @@ class RunEnds:
         """Of followed runs that had not ended: all runs are looked through once for each, not at every question."""
 
     async def has_ended(self, uid: str) -> bool:
-        """A run that is not there (any more) has. Raises TransportError, MeshTimeoutError."""
+        """A run that is not there (any more) has, and one that is suspended says nothing more for now.
+
+        Raises TransportError, MeshTimeoutError.
+        """
         run = await self._find(uid)
-        if run is None or RunState(run["status"]["state"]).is_terminal:
+        state = RunState.CANCELLED if run is None else RunState(run["status"]["state"])
+        if run is None or state.is_terminal or state is RunState.SUSPENDED:
             self._names.pop(uid, None)
             return True
         self._names[uid] = run["metadata"]["name"]

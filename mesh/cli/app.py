@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from mesh.cli import deployment, describe, get, logs, run, runs
+from mesh.cli import chaos, deployment, describe, get, logs, machines, pause, run, runs
 from mesh.cli.exit_codes import TABLE
 
 app = typer.Typer(
@@ -31,9 +31,13 @@ app.command(
 app.command("get", short_help="List runs, attempts, machines or events.")(get.get)
 app.command("describe", short_help="Tell the story of a run.")(describe.describe)
 app.command("logs", short_help="Show what the ranks printed.")(logs.logs)
-app.command("wait", short_help="Wait until a run runs, or has ended.")(runs.wait)
+app.command("wait", short_help="Wait until a run runs, is suspended, or has ended.")(runs.wait)
+app.command("suspend", short_help="Stop a run for now; its machines are given back.")(pause.suspend)
+app.command("resume", short_help="Let a suspended run go on.")(pause.resume)
 app.command("cancel", short_help="Stop a run.")(runs.cancel)
 app.command("delete", short_help="Forget ended runs, with their logs.")(runs.delete)
+app.command("chaos", short_help="Do a rank harm on purpose, and see whether the run recovers.")(chaos.chaos)
+app.command("drain", short_help="Say that a machine goes away.")(machines.drain)
 app.command("up", short_help="Start a deployment on this host.")(deployment.up)
 app.command("down", short_help="End the deployment on this host.")(deployment.down)
 app.command("status", short_help="Say whether a deployment runs, and how it is.")(deployment.status)

@@ -4,13 +4,14 @@ Rules of this file:
 1. Only Ctrl-C and SIGTERM stop the run (once: cancel and wait for the fence; twice: leave at once). A
    closed terminal or a reader that went away stops the client only.
 2. The exit code is the run's own. When the client loses sight of the run it says so and exits with 125.
+3. A run that is suspended has not ended: the client says how it goes on, and leaves with 123.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -28,7 +29,13 @@ from mesh.states import RunState
 LAST_LINES_LIMIT_S = 20.0
 """How long the next line is waited for after the run has ended: longer than the server waits for late output."""
 CANCEL_SENT_LIMIT_S = 3.0
-TOLD_KINDS = frozenset({"Waiting", "Assembling", "AssemblyFailed", "MemberLost", "RankFailed", "FenceFailed"})
+TOLD_KINDS = frozenset(
+    {
+        *("Waiting", "Assembling", "AssemblyFailed", "Refused", "Replaced"),
+        *("MemberLost", "SelfFenced", "RankFailed", "FenceFailed", "Reclaimed", "Rehearsed"),
+        *("Restarting", "Healthy", "SuspendRequested", "Resumed"),
+    }
+)
 """Events whose own words are said; the others are for `mesh describe`."""
 
 
@@ -58,7 +65,7 @@ class Attendance:
         self._stopped_by: signal.Signals | None = None
         self._lines_shown = 0
         self.final: Mapping[str, Any] | None = None
-        """The run as it ended; None until then."""
+        """The run as it ended, or was suspended; None until then."""
 
     async def stay(self) -> int:
         """Returns the exit code. Raises OutputClosedError when the reader of stdout has gone."""
@@ -166,6 +173,8 @@ class Attendance:
                 if run["status"]["state"] == RunState.RUNNING:
                     spinner.stop()
                 self.final = run
+                if run["status"]["state"] == RunState.SUSPENDED:
+                    return
 
     async def _finish(self, story: asyncio.Task[None], logs: asyncio.Task[None]) -> int:
         error = story.exception()
@@ -189,7 +198,7 @@ class StoryTeller:
 
     def __init__(self) -> None:
         self._told: set[tuple[int | None, str]] = set()
-        self._arrived: Counter[int | None] = Counter()
+        self._arrived: dict[int | None, set[int]] = defaultdict(set)
 
     def tell(self, run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
         """What is new."""
@@ -205,15 +214,24 @@ class StoryTeller:
         """Empty for what goes without saying."""
         of = run["status"]["barrier"]["of"]
         if event["kind"] == "Arrived":
-            self._arrived[event["epoch"]] += 1
-            return f"at the barrier: {self._arrived[event['epoch']]} of {of}"
+            arrived = self._arrived[event["epoch"]]  # a rank that got another machine arrives again
+            arrived.add(event["rank"])
+            return f"at the barrier: {len(arrived)} of {of}"
         if event["kind"] == "Running":
-            return (
-                f"{of} of {of} ranks run"
-                if (event["epoch"] or 1) == 1
-                else f"all ranks run again: {event['message']}"
-            )
+            again = f" again, {_restored(run, event['epoch'])}" if (event["epoch"] or 1) > 1 else ""
+            return f"{of} of {of} ranks run{again}"
         return str(event["message"]) if event["kind"] in TOLD_KINDS else ""
+
+
+def _restored(run: Mapping[str, Any], number: int) -> str:
+    """What an epoch went on from."""
+    epoch = next((e for e in run["status"]["epochs"] if e["epoch"] == number), None)
+    if epoch is None or epoch["restored"] is None:
+        return f"in epoch {number} (no checkpoint to restore)"
+    step = epoch["restoredStep"]
+    return f"in epoch {number}, restored from " + (
+        f"step {step}" if step is not None else str(epoch["restored"])
+    )
 
 
 def summary_of(run: Mapping[str, Any]) -> str:
@@ -224,8 +242,13 @@ def summary_of(run: Mapping[str, Any]) -> str:
     took = span((status["endedAt"] or since) - since)
     ranks = status["barrier"]["of"]
     who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    restarts = status["restarts"]["total"]
+    again = f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     if status["state"] == RunState.SUCCEEDED:
-        return f"{name} succeeded after {took} ({who})."
+        return f"{name} succeeded after {took} ({who}{again})."
+    if status["state"] == RunState.SUSPENDED:
+        line = printable(f"{name} is suspended, not ended: {status['message']}")
+        return f"{line}\nGo on: mesh resume {name}   Follow it then: mesh logs -f {name}"
     ended = "was cancelled" if status["state"] == RunState.CANCELLED else "failed"
     line = printable(f"{name} {ended} after {took}: {status['message'] or status['reason']}")
     hint = (status["cause"] or {}).get("hint")

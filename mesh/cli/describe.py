@@ -38,13 +38,23 @@ async def _describe(name: str, output: OutputFormat, state: Any, url: str | None
     if output in (OutputFormat.JSON, OutputFormat.YAML):
         print_document(terminal, {**run, "events": events}, output)
         return
-    for line in [*describe_run(run), *describe_events(events)]:
+    for line in [*describe_run(run, events), *describe_events(events)]:
         terminal.out(line)
 
 
-def describe_run(run: Mapping[str, Any]) -> list[str]:
-    """Everything but the events, as lines."""
-    return [*_head(run), *_spec(run["spec"]), *_ranks(run), *_conditions(run), *_cause(run)]
+def describe_run(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Everything but the events, as lines. The events say which faults were rehearsed."""
+    from mesh.cli.story import describe_epochs, describe_progress
+
+    return [
+        *_head(run),
+        *_spec(run["spec"]),
+        *describe_progress(run),
+        *_ranks(run),
+        *_conditions(run),
+        *describe_epochs(run, events),
+        *_cause(run),
+    ]
 
 
 def _row(title: str, text: object) -> str:

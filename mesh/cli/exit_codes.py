@@ -3,7 +3,7 @@
 Rules of this file:
 1. `mesh run` and `mesh wait` speak for the run: 0 when it succeeded, else its own exit code (128 + n for
    signal n).
-2. What goes wrong in `mesh` itself has codes of its own, below 10, and 125 when it happens to a run that
+2. What goes wrong in `mesh` itself has codes of its own, below 10, and 123 to 125 when it is about a run that
    may go on.
 """
 
@@ -36,6 +36,7 @@ class ExitCode(IntEnum):
     NOT_FOUND = 4
     CONFLICT = 5
     UNAUTHENTICATED = 6
+    SUSPENDED = 123
     TIMEOUT = 124
     LOST_SIGHT = 125
     HUNG_UP = 129
@@ -54,7 +55,8 @@ TABLE = """Exit codes:
     4    there is no such run, rank or log
     5    the name is taken, or the run's state does not allow this
     6    no token, or a wrong one
-    124  `mesh wait --timeout` ran out
+    123  the run was suspended while `mesh run` or `mesh logs -f` was with it; it has not ended
+    124  `mesh wait --timeout` or `mesh chaos --timeout` ran out
     125  `mesh run` lost sight of a run that may still go on
     129  the terminal was closed (the run goes on)
     130  Ctrl-C, or the run was cancelled
@@ -83,11 +85,13 @@ def code_of_error(error: MeshError) -> ExitCode:
 
 
 def code_of_run(run: Mapping[str, Any]) -> int:
-    """The exit code that an ended run stands for; never 0 for one that did not succeed."""
+    """The exit code that an ended or suspended run stands for; never 0 for one that did not succeed."""
     status = run["status"]
     state = RunState(status["state"])
     if state is RunState.SUCCEEDED:
         return ExitCode.OK
+    if state is RunState.SUSPENDED:
+        return ExitCode.SUSPENDED
     if status["exitCode"]:
         return int(status["exitCode"])
     if state is RunState.CANCELLED:

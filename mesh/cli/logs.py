@@ -23,7 +23,9 @@ def logs(
     run: RunArgument,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Of this rank only.")] = None,
     epoch: Annotated[int | None, typer.Option("--epoch", min=1, help="Of this epoch only.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Until the run has ended or is suspended.")
+    ] = False,
     tail: Annotated[
         int | None, typer.Option("--tail", min=0, metavar="N", help="Begin with the last N lines.")
     ] = None,
@@ -56,11 +58,13 @@ def logs(
 
 async def _logs(
     name: str, which: dict[str, Any], follow: bool, how: dict[str, bool], state: Any, url: str | None
-) -> None:
+) -> int:
     from contextlib import aclosing
 
+    from mesh.cli.exit_codes import ExitCode
     from mesh.cli.log_view import LogView, OutputPump, as_json
     from mesh.cli.terminal import Terminal
+    from mesh.states import RunState
 
     terminal = Terminal(tty_free=how["tty_free"])
     async with client_for(state, url) as client:
@@ -78,6 +82,10 @@ async def _logs(
                     await pump.put(as_json(line))
         await pump.put(view.finish())
         await pump.drain()
+        if follow and (await client.get_run(name))["status"]["state"] == RunState.SUSPENDED:
+            terminal.note(f"{name} is suspended, not ended. It goes on with: mesh resume {name}")
+            return ExitCode.SUSPENDED
+    return ExitCode.OK
 
 
 async def _raw(name: str, which: dict[str, Any], state: Any, url: str | None) -> None:

@@ -39,6 +39,18 @@ OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="How 
 TtyFreeOption = Annotated[
     bool, typer.Option("--tty-free", help="No colours and no moving lines, as if nobody looked.")
 ]
+
+
+def duration(text: str) -> float:
+    """Seconds, from `90s` or `15m`; a parser for options."""
+    from mesh.spec.durations import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 
 

@@ -27,7 +27,7 @@ CONDA_PREFIX and LD_LIBRARY_PATH of the calling shell, unless --workdir, -e or t
 
 Ctrl-C (or SIGTERM) cancels the run and waits until all of its processes are gone; a second one leaves at once. Only
 that stops a run: when the terminal is closed or the reader of the output goes away (| head -1), the run goes on, and
-mesh logs -f shows it again.
+mesh logs -f shows it again. A run that somebody suspends has not ended: mesh run says so and leaves with 123.
 
 It exits with the run's own exit code; see mesh --help.
 """
@@ -112,7 +112,16 @@ def run(
         _Text, typer.Option("--startup-timeout", metavar="TIME", help="Bound on one assembly: 5m to 60m.")
     ] = None,
     max_attempts: Annotated[
-        _Text, typer.Option("--max-attempts", metavar="N", help="Restarts after lost machines, at most.")
+        _Text,
+        typer.Option("--max-attempts", metavar="N", help="Restarts of each kind, at most; 3 when left out."),
+    ] = None,
+    on_process_failure: Annotated[
+        _Text,
+        typer.Option(
+            "--on-process-failure",
+            metavar="fail|restart",
+            help="What a non-zero exit leads to: the run fails (default), or its gang starts again.",
+        ),
     ] = None,
     max_cost: Annotated[_Text, typer.Option("--max-cost", metavar="USD", help="The run's budget.")] = None,
     grace_period: Annotated[
@@ -150,6 +159,7 @@ def run(
         "transport": transport,
         "startup_timeout": startup_timeout,
         "max_attempts": max_attempts,
+        "on_process_failure": on_process_failure,
         "max_cost": max_cost,
         "grace_period": grace_period,
     }

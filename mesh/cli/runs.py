@@ -8,23 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from mesh.cli.guard import execute
-from mesh.cli.options import OutputFormat, OutputOption, RunArgument, StateOption, UrlOption, client_for
+from mesh.cli.options import (
+    OutputFormat,
+    OutputOption,
+    RunArgument,
+    StateOption,
+    UrlOption,
+    client_for,
+    duration,
+)
 
 
 class Milestone(StrEnum):
     """What can be waited for."""
 
     RUNNING = "running"
+    SUSPENDED = "suspended"
     ENDED = "ended"
-
-
-def _duration(text: str) -> float:
-    from mesh.spec.durations import parse_duration
-
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def wait(
@@ -32,15 +32,16 @@ def wait(
     for_: Annotated[Milestone, typer.Option("--for", help="What to wait for.")] = Milestone.ENDED,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", parser=_duration, metavar="TIME", help="At most: 90s, 15m; exit code 124."),
+        typer.Option("--timeout", parser=duration, metavar="TIME", help="At most: 90s, 15m; exit code 124."),
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
     state: StateOption = None,
     url: UrlOption = None,
 ) -> None:
-    """Waits until all ranks of a run run, or until it has ended. Exits with the run's own code when it has ended.
+    """Waits until all ranks of a run run, until it is suspended, or until it has ended.
 
-    Ctrl-C ends the waiting only.
+    Exits with 0 when that came, and with the run's own code when it has ended. A suspended run has not ended. Ctrl-C
+    ends the waiting only.
     """
     execute(lambda: _wait(run, for_, timeout, output, state, url), state=state)
 
@@ -60,12 +61,15 @@ async def _wait(
         terminal.working(f"Waiting until {name} is {for_}") as spinner,
     ):
         first = await client.get_run(name)
-        spinner.say(f"Waiting until {name} is {for_}; it is {first['status']['state']} now")
+        state_now = first["status"]["state"]
+        spinner.say(f"Waiting until {name} is {for_}; it is {state_now} now")
+        if state_now == RunState.SUSPENDED and for_ is not Milestone.SUSPENDED:
+            terminal.note(f"{name} is suspended; it goes on with: mesh resume {name}")
         run = await client.wait(name, for_.value, timeout_s=timeout_s)
     if output in (OutputFormat.JSON, OutputFormat.YAML):
         print_document(terminal, run, output)
     if not RunState(run["status"]["state"]).is_terminal:
-        terminal.note(f"{name} is running.")
+        terminal.note(f"{name} is {for_}.")
         return 0
     terminal.note(summary_of(run))
     return code_of_run(run)

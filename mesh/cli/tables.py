@@ -55,9 +55,21 @@ def _gpus(machine: Item) -> str:
 
 
 def _boot(attempt: Item) -> str:
-    if attempt["startedAt"] is None:
+    return "-" if attempt["bootSeconds"] is None else span(attempt["bootSeconds"])
+
+
+def _assembly(attempt: Item) -> str:
+    """How long it waited for the others at the barrier, and for its command to start."""
+    if attempt["startedAt"] is None or attempt["arrivedAt"] is None:
         return "-"
-    return span(attempt["startedAt"] - attempt["createdAt"])
+    return span(attempt["startedAt"] - attempt["arrivedAt"])
+
+
+def _from(item: Item) -> str:
+    """What it went on from."""
+    if item["restored"] is None:
+        return "-"
+    return str(item["restored"]) if item["restoredStep"] is None else f"step {item['restoredStep']}"
 
 
 def _cost(attempt: Item) -> str:
@@ -69,6 +81,7 @@ RUNS = (
     Column(title="STATE", text=_state),
     Column(title="NODES", text=_shape),
     Column(title="EPOCH", text=lambda run: str(_status(run)["epoch"])),
+    Column(title="RESTARTS", text=lambda run: str(_status(run)["restarts"]["total"]), wide=True),
     Column(title="EXIT", text=_exit_code),
     Column(title="TOOK", text=_took),
     Column(title="AGE", text=lambda run: age(run["metadata"]["createdAt"])),
@@ -89,9 +102,15 @@ ATTEMPTS = (
     Column(title="STATE", text=lambda attempt: str(attempt["state"])),
     Column(title="EXIT", text=lambda attempt: end_of(attempt["exit"])),
     Column(title="BOOT", text=_boot),
+    Column(title="FROM", text=_from),
     Column(title="TOOK", text=_took),
     Column(title="COST", text=_cost),
+    Column(title="REASON", text=lambda attempt: _optional(attempt["reason"]), flexible=True),
+    Column(title="ORDERED", text=lambda attempt: clock(attempt["createdAt"]), wide=True),
+    Column(title="WAITED", text=_assembly, wide=True),
+    Column(title="ENDED", text=lambda attempt: clock(attempt["endedAt"]), wide=True),
     Column(title="ADDRESS", text=lambda a: _optional(a["placement"].get("address")), wide=True),
+    Column(title="MESSAGE", text=lambda attempt: _optional(attempt["message"]), wide=True),
     Column(title="UID", text=lambda attempt: str(attempt["uid"]), wide=True),
     Column(title="LABELS", text=_labels, wide=True),
 )
