@@ -10,11 +10,14 @@ VENV ?= .venv
 PYTHON ?=
 export VENV PYTHON
 # The environment is ./.venv and nothing else: what the caller's shell has activated or put on PYTHONPATH stays out.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Nor may each of the hundreds of processes that tests start compile every module again, torch's included.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 bin := "$(VENV)/bin"
 # What a pytest call is narrowed to: make test T="tests/unit -k barrier"
 T ?=
+# How many workers share the tests: several for all of them, which mostly wait; none for a few, which start sooner.
+J ?= $(if $(strip $(T)),0,3)
 
 .PHONY: help env demo test lint format bench sim soak constraints wheel clean
 
@@ -33,8 +36,8 @@ lint: env ## formatting, lint, types, import layers
 	$(bin)/python -m mypy
 	$(bin)/lint-imports --no-logo
 
-test: lint ## lint, then every test; T="tests/unit -k barrier" narrows it
-	$(bin)/python -m pytest $(T)
+test: lint ## lint, then every test; T="tests/unit -k barrier" narrows it, J=2 is for two workers
+	$(bin)/python -m pytest -n $(J) $(T)
 
 format: env ## format and fix what can be fixed
 	$(bin)/python -m ruff check --fix .

@@ -11,7 +11,6 @@ Rules of this file:
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import shutil
 import threading
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agents.core import checkpoint_events as ce
-from agents.core.checkpointing import Checkpointing
+from agents.core.checkpointing import DOUBT_S, Checkpointing
 from agents.state_look import look, writers
 from agents.state_part import (
     RETRY_FIRST_S,
@@ -71,6 +70,8 @@ class Checkpointer:
         state_dir: the rank's state directory.
         work_dir: a folder of its own beside it.
         store_url: the checkpoint store's.
+        root: the process below which everything of the command is: its supervisor.
+        doubt_s: see `agents.core.checkpointing`; longer than a command takes that gives up after a death.
         hashes: what a restore knows of the files already.
     """
 
@@ -82,6 +83,8 @@ class Checkpointer:
         store_url: str,
         run: RunUid,
         listener: CheckpointListener,
+        root: int | None = None,
+        doubt_s: float = DOUBT_S,
         hashes: Hashes | None = None,
         store: BlobStore | None = None,
         retry_first_s: float = RETRY_FIRST_S,
@@ -94,7 +97,8 @@ class Checkpointer:
         self._listener = listener
         self._hashes = hashes or Hashes()
         self._retry_first_s = retry_first_s
-        self._core = Checkpointing()
+        self._root = root
+        self._core = Checkpointing(doubt_s=doubt_s)
         self._inbox: queue.Queue[ce.CheckpointingEvent | None] = queue.Queue(INBOX_MAX)
         self._stop = threading.Event()
         self._finished = threading.Event()
@@ -181,11 +185,10 @@ class Checkpointer:
     def _perform(self, effect: ce.CheckpointingEffect) -> ce.CheckpointingEvent | None:
         match effect:
             case ce.LookAtState():
-                self._seen = look(self._state_dir)
+                self._seen = look(self._state_dir, sure=effect.sure, root=self._root)
                 return ce.StateSeen(look=self._seen)
             case ce.LookForWriters():
-                device = os.stat(self._state_dir).st_dev  # noqa: PTH116
-                return ce.WritersSeen(paths=writers(self._seen.entries, device))
+                return ce.WritersSeen(paths=writers(self._state_dir, self._seen.entries, root=self._root))
             case ce.TakePart():
                 self._part_thread = threading.Thread(
                     target=self._take, args=(effect,), name="checkpoint part", daemon=True

@@ -3,7 +3,8 @@
 Rules of this file:
 1. Blocking: call it in a thread. What changes under the look is no error: the next look sees it.
 2. Nothing is opened but the helper's lists; links are not followed.
-3. Writers are found by inode, not by name: a process in a container of its own sees other names. A file that is mapped
+3. Writers are looked for only while some file is not sure, after the entries; processes are listed after that.
+4. Writers are found by inode, not by name: a process in a container of its own sees other names. A file that is mapped
    for writing counts too. Only processes that we may look into are seen, so the user's own always.
 """
 
@@ -17,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from agents.core.checkpoint_events import Entry, EntryKind, Look
+from agents import process_tree
+from agents.core.checkpoint_events import KEPT, Entry, EntryKind, Look, ProcessKey
 from mesh.checkpoint_format import STEP_MARKER, TEMPORARY_PREFIX, is_inside, step_of_folder
 
 ENTRIES_MAX = 20_000
@@ -29,8 +31,13 @@ class _TooManyError(Exception):
     pass
 
 
-def look(state_dir: Path) -> Look:
-    """What is there now."""
+def look(state_dir: Path, *, sure: tuple[Entry, ...] | None = (), root: int | None = None) -> Look:
+    """What is there now.
+
+    Args:
+        sure: while the entries (without logs) are these, nobody looks for writers; None: somebody always does.
+        root: the process below which all of the command's are.
+    """
     began_at = time.monotonic()
     found: list[Entry] = []
     try:
@@ -48,10 +55,14 @@ def look(state_dir: Path) -> Look:
             began_at,
         )
     entries = tuple(sorted(found, key=lambda entry: entry.path))
+    firm = tuple(entry for entry in entries if entry.kind in KEPT and not entry.is_log)
+    device = state_dir.stat().st_dev
     return Look(
         entries=entries,
         steps=tuple(sorted(_whole_steps(state_dir, entries))),
         is_saving=is_saving,
+        writers=() if firm == sure else tuple(_open_files(firm, device, root)),
+        processes=frozenset() if root is None else processes_below(root),
         cost_s=time.monotonic() - began_at,
     )
 
@@ -140,29 +151,57 @@ def _agrees(marker: Path, step: int, files: dict[str, int]) -> bool:
         return False
 
 
-def writers(entries: Iterable[Entry], device: int) -> tuple[str, ...]:
-    """The files among these that some process has open, or mapped, for writing.
+def writers(state_dir: Path, entries: Iterable[Entry], *, root: int | None = None) -> tuple[str, ...]:
+    """The files among these, logs left out, that a process has open, or mapped, for writing."""
+    device = state_dir.stat().st_dev
+    return tuple(sorted({path for path, _ in _open_files(entries, device, root)}))
 
-    Args:
-        entries: of one look.
-        device: st_dev of the state directory.
-    """
+
+def _open_files(entries: Iterable[Entry], device: int, root: int | None) -> Iterator[tuple[str, ProcessKey]]:
+    """By the processes below `root`; without one, by any that we may look into."""
     wanted = {
         (device, entry.inode): entry.path
         for entry in entries
         if entry.kind is EntryKind.FILE and not entry.is_log
     }
     if not wanted:
-        return ()
-    found: set[str] = set()
-    for name in os.listdir("/proc"):  # noqa: PTH208 - names only, and many
-        if name.isdigit() and int(name) != os.getpid():
-            with suppress(OSError):  # it has ended, or is none of ours
-                found.update(path for key in _written_by(name) if (path := wanted.get(key)) is not None)
-    return tuple(sorted(found))
+        return
+    for pid, started in _everybody() if root is None else processes_below(root):
+        with suppress(OSError):  # it has ended, or is none of ours
+            for path in {path for key in _written_by(pid) if (path := wanted.get(key)) is not None}:
+                yield path, (pid, started)
 
 
-def _written_by(pid: str) -> Iterator[tuple[int, int]]:
+def _everybody() -> Iterator[ProcessKey]:
+    for pid, process in process_tree.snapshot().items():
+        if pid != os.getpid():
+            yield pid, process.started
+
+
+def processes_below(root: int) -> frozenset[ProcessKey]:
+    """The living processes below one, that one left out."""
+    found: set[ProcessKey] = set()
+    waiting = [root]
+    while waiting:
+        for pid in _children(waiting.pop()):
+            process = process_tree.read_process(pid)
+            if process is not None:
+                waiting.append(pid)
+                if process.is_alive:
+                    found.add((pid, process.started))
+    return frozenset(found)
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Of all its threads."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with suppress(OSError):
+                listed = Path(f"/proc/{pid}/task/{thread}/children").read_bytes()
+                yield from map(int, listed.split())
+
+
+def _written_by(pid: int) -> Iterator[tuple[int, int]]:
     """(device, inode) of what a process has open or mapped for writing."""
     for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
         place = f"/proc/{pid}/fd/{number}"

@@ -218,9 +218,10 @@ class PartTaker:
 
     def _check_whole(self, wanted: TakePart) -> None:
         """Nothing came, went or changed since the look: all files are of one moment."""
-        now = look(self._state_dir)
-        kept = tuple(e for e in now.entries if e.kind in _KINDS and not e.is_log)
-        changed = first_difference(tuple(e for e in wanted.entries if not e.is_log), kept)
+        wanted_entries = tuple(entry for entry in wanted.entries if not entry.is_log)
+        now = look(self._state_dir, sure=wanted_entries)
+        kept = tuple(entry for entry in now.entries if entry.kind in _KINDS and not entry.is_log)
+        changed = first_difference(wanted_entries, kept)
         if changed is not None or now.is_saving or now.trouble:
             raise TornError(changed or "")
 

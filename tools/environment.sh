@@ -72,12 +72,13 @@ wanted() {
 install() {
   local log=$venv/install.log
   say "installing what constraints.txt pins (minutes the first time; log: $log)"
+  # Not compiled: of torch and Ray a fraction is ever imported, and Python compiles that when it first is.
   # setuptools first and then no isolated build: also the builder is the pinned one, and nothing is fetched unpinned.
   if ! {
-    "$venv/bin/python" -m pip install -q --progress-bar off --log "$log" -c constraints.txt 'setuptools>=77' &&
-      "$venv/bin/python" -m pip install -q --progress-bar off --log "$log" -c constraints.txt \
+    "$venv/bin/python" -m pip install --no-compile --progress-bar off -c constraints.txt 'setuptools>=77' &&
+      "$venv/bin/python" -m pip install --no-compile --progress-bar off -c constraints.txt \
         --no-build-isolation -e '.[test]'
-  }; then
+  } >"$log"; then
     die "pip failed; the lines above say why. Behind a mirror set PIP_INDEX_URL; README.md, 'When something is wrong', has more."
   fi
   if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then
@@ -89,8 +90,8 @@ install() {
 exec 9<.
 flock 9
 
-# What would make pip install somewhere else than into the environment.
-unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# What would make pip install somewhere else than into the environment, or Python forget what it has compiled.
+unset PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 # An environment knows its own path: one that was moved or copied has commands that point to the old place.

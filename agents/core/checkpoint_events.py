@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from agents.core.checkpoint_names import is_log_name
 
+ProcessKey = tuple[int, int]
+"""A process: its pid, and when it was started (its pid may be another's later)."""
+
 
 class EntryKind(StrEnum):
     """What a look found."""
@@ -48,6 +51,10 @@ class Look:
     """Of the whole checkpoints that `mesh.checkpoint` made, ascending."""
     is_saving: bool = False
     """`mesh.checkpoint` is writing one."""
+    writers: tuple[tuple[str, ProcessKey], ...] = ()
+    """Who has which file open for writing; looked at after the entries, and only when some file is not sure."""
+    processes: frozenset[ProcessKey] = frozenset()
+    """Those of the command, listed last."""
     trouble: str = ""
     """Why the directory cannot be taken (too many entries, not readable); then the rest counts for nothing."""
     cost_s: float = 0.0
@@ -139,6 +146,9 @@ CheckpointingEvent = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAtState:
     """Look, and say what was seen."""
+
+    sure: tuple[Entry, ...] | None
+    """While the directory is exactly this, nobody needs to look for writers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

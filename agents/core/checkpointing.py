@@ -4,6 +4,8 @@ Rules of this file:
 1. Pure. `handle(event, now)` is the only door; it never raises for what a directory can look like.
 2. A torn file is never part of a part. While the command runs the whole directory is taken only when it is *settled*:
    nothing changed for SETTLE_S, nobody has a file of it open for writing, and `mesh.checkpoint` is not saving.
+   A file whose writer died before the file was seen closed is in doubt: it may be half of what it should be. While one
+   is, the directory is not taken, until it is written again or the command has outlived it for long.
 3. Whole checkpoints of `mesh.checkpoint` say so themselves, so they are taken without that wait, alone when the rest
    of the directory does not come to rest; and they are the only thing that is taken after a command that failed.
 4. Logs (by their names) are copied as far as they are written. They keep nothing waiting and cause no part.
@@ -42,6 +44,7 @@ from agents.core.checkpoint_events import (
     PartLost,
     PartStored,
     PartTorn,
+    ProcessKey,
     Questioned,
     StateSeen,
     TakePart,
@@ -55,9 +58,13 @@ from mesh.checkpoint_format import step_of_folder
 SETTLE_S = 2.0
 LOOK_MIN_S = 0.5
 LOOK_MAX_S = 10.0
-LOOK_SHARE = 20
+LOOK_SHARE = 100
 """A look that took t seconds is followed by at least this many times t without one."""
 REST_MAX_S = 60.0
+DOUBT_S = 120.0
+"""A command that goes on for so long after one of its processes has died did not need it (torchrun gives up within its
+shutdown timeout, which is why a longer grace period makes this longer)."""
+DOUBT_TOLD_S = 10.0
 RESTLESS_S = 600.0
 """After so long without a part because the directory never came to rest, the user is told."""
 BYTES_MAX = 4 << 40
@@ -74,7 +81,12 @@ class _InFlight:
 class Checkpointing:
     """Decides for one rank in one epoch, from the start of its command. Starts with `begin`."""
 
+    doubt_s: float = DOUBT_S
     _seen: Look | None = None
+    _unsure: dict[str, set[ProcessKey]] = field(default_factory=dict)
+    """Files that changed and were not seen closed since, each with who was seen to have it open."""
+    _doubtful: dict[str, float] = field(default_factory=dict)
+    """Files that may be half-written, and until when that counts."""
     _quiet_since: float = 0.0
     _restless_since: float = 0.0
     _last_change: str = ""
@@ -135,7 +147,8 @@ class Checkpointing:
         self._look_at = None
         if not self._is_looking:
             self._is_looking = True
-            self._out.append(LookAtState())
+            is_sure = self._seen is not None and not self._unsure
+            self._out.append(LookAtState(sure=_firm(self._seen.entries) if is_sure and self._seen else None))
 
     def _on_time_passed(self, event: TimePassed, now: float) -> None:
         if self._look_at is not None and now >= self._look_at:
@@ -163,6 +176,7 @@ class Checkpointing:
         if before is None or changed is not None:
             self._quiet_since = now
             self._last_change = changed or ""
+        self._judge_writers(before, look, now)
         newest = look.steps[-1] if look.steps else -1
         if newest > self._covered_step and (self._step_seen_at is None or self._step_seen_at[0] > newest):
             self._step_seen_at = (newest, now)
@@ -180,6 +194,32 @@ class Checkpointing:
             self._complain_if_restless(now)
         elif self._may_take(now) and self._is_settled(now):
             self._take_whole(now)
+
+    def _judge_writers(self, before: Look | None, look: Look, now: float) -> None:
+        """Which files were closed by somebody who lived on. Only such a file is whole for sure."""
+        old = {} if before is None else {entry.path: entry for entry in _firm(before.entries)}
+        died = frozenset() if before is None else before.processes - look.processes
+        seen_open: dict[str, set[ProcessKey]] = {}
+        for path, process in look.writers:
+            seen_open.setdefault(path, set()).add(process)
+        unsure: dict[str, set[ProcessKey]] = {}
+        doubtful: dict[str, float] = {}
+        for entry in _firm(look.entries):
+            path = entry.path
+            has_changed = old.get(path) != entry
+            if entry.kind is not EntryKind.FILE or not (has_changed or path in self._unsure):
+                if self._doubtful.get(path, now) > now:
+                    doubtful[path] = self._doubtful[path]
+                continue
+            writers = self._unsure.get(path, set()) | seen_open.get(path, set())
+            if died & writers if writers else died:
+                doubtful[path] = now + self.doubt_s
+            elif has_changed or path in seen_open:
+                unsure[path] = writers
+        for path, until in doubtful.items():
+            if now - (until - self.doubt_s) >= DOUBT_TOLD_S:  # not at every end of a command
+                self._tell_doubt(path)
+        self._unsure, self._doubtful = unsure, doubtful
 
     # ---- deciding -----------------------------------------------------------------------------------
 
@@ -206,7 +246,9 @@ class Checkpointing:
 
     def _is_settled(self, now: float) -> bool:
         assert self._seen is not None
-        return not self._seen.is_saving and now - self._quiet_since >= SETTLE_S
+        if self._seen.is_saving or self._unsure or self._doubtful:
+            return False
+        return now - self._quiet_since >= SETTLE_S
 
     def _is_new(self) -> bool:
         assert self._seen is not None
@@ -242,6 +284,8 @@ class Checkpointing:
         steps = self._seen.steps
         if not steps or steps[-1] <= self._covered_step:
             return
+        if self._torn:  # the older ones go while they are read: the newest stays longest
+            steps = steps[-1:]
         entries = tuple(
             entry
             for entry in self._seen.entries
@@ -363,10 +407,18 @@ class Checkpointing:
 
     def _complain_if_restless(self, now: float) -> None:
         if now - self._restless_since >= RESTLESS_S:
+            self._last_change = min(self._unsure, default=self._last_change)
             self._tell(
                 f"No checkpoint is taken of this rank: its state directory has not been at rest for {SETTLE_S:g} s in "
                 f"the last {RESTLESS_S / 60:g} minutes, '{shown(self._last_change)}' kept changing or open. Save with "
                 "mesh.checkpoint, or keep such files elsewhere."
+            )
+
+    def _tell_doubt(self, path: str) -> None:
+        if self._ended is None:
+            self._tell(
+                f"'{shown(path)}' may be half-written: a process that may have written it has ended. It is in no "
+                f"checkpoint before it is written again, or the command has run on for {self.doubt_s:g} s."
             )
 
     def _tell(self, message: str) -> None:

@@ -1,20 +1,36 @@
-"""Somebody else's Ray on this host: started here, its address on stdout, `nodes` on stdin asks how many it has."""
+"""Somebody else's Ray on this host: started here, its address on stdout, `nodes` on stdin asks how many it has.
+
+It is its directory server and one raylet, without a token; `ray.init` starts four Python processes beside them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
+from pathlib import Path
 
-import ray
+from coordinator import ray_processes
+
+
+def on_lost(name: str, code: int, tail: str) -> None:
+    sys.exit(f"{name} ended with {code}: {tail}")
+
+
+async def main(folder: Path) -> None:
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    ray_processes.HEAD_WORKERS_READY = 0
+    foreign = ray_processes.RayProcesses(
+        folder=folder / "ray", sockets=folder, environment=os.environ, on_lost=on_lost
+    )
+    address = await foreign.start_head()
+    print(address, flush=True)
+    client = GcsClient(address=address)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(len(client.get_all_node_info()), flush=True)
+    await foreign.stop()
+
 
 if __name__ == "__main__":
-    context = ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        _temp_dir=sys.argv[1],
-        object_store_memory=80_000_000,
-        log_to_driver=False,
-    )
-    print(context.address_info["gcs_address"], flush=True)
-    for _ in sys.stdin:
-        print(len(ray.nodes()), flush=True)
-    ray.shutdown()
+    asyncio.run(main(Path(sys.argv[1])))

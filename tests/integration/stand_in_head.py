@@ -1,7 +1,8 @@
 """The real head process with a stand-in for coordinator and store (run with `python -m`, arguments as the real one).
 
 The stand-in is a real Ray actor, detached, pinned to the head, that lists machines as Ray sees them and keeps the
-configuration that it was given.
+configuration that it was given. No machine keeps a worker ready, since none of these deployments runs anything: a
+worker process costs a second of CPU to start.
 """
 
 from __future__ import annotations

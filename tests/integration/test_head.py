@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from tests.deployment_fixture import (
     StartDeployment,
     StartFailedError,
     deployment,
+    start_deployment,
     wait_until,
 )
 
@@ -32,6 +34,15 @@ GONE_LIMIT_S = 20.0
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 __all__ = ["deployment"]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDeployment]:
+    """A deployment of one machine for the tests that leave it as it is."""
+    running = start_deployment(tmp_path_factory.mktemp("calm") / "state", machines=1, module=STAND_IN)
+    yield running
+    assert running.stop() == 0
+    running.assert_nothing_left(limit_s=5.0)
 
 
 def _names(running: RunningDeployment, state: str = "Ready") -> list[str]:
@@ -59,7 +70,9 @@ def _files_outside(running: RunningDeployment) -> set[Path]:
     return {p for p in written | named if not p.is_relative_to(running.state) and p.exists()}
 
 
-def test_it_starts_serves_and_leaves_nothing_twice_over(deployment: StartDeployment) -> None:
+def test_it_starts_serves_and_leaves_nothing_twice_over_the_second_time_from_another_folder(
+    deployment: StartDeployment,
+) -> None:
     first = deployment(machines=2, options=("--gpu", "H100:8"), module=STAND_IN)
     assert first.stages[0] == "cleaning up after the last one"
     assert first.record.is_alive
@@ -78,7 +91,8 @@ def test_it_starts_serves_and_leaves_nothing_twice_over(deployment: StartDeploym
     assert live_record(first.state) is None
     assert not (first.state / "deployment.json").exists()
 
-    second = deployment(machines=2, module=STAND_IN)
+    elsewhere = first.state.rename(first.state.with_name("elsewhere"))
+    second = deployment(state=elsewhere, machines=2, module=STAND_IN)
     machines = second.call("GET", "/v1/machines")["machines"]
     assert {m["name"]: m["address"] for m in machines} == addresses
     assert second.record.token == token
@@ -109,9 +123,8 @@ def test_every_option_of_serve_is_explained() -> None:
         assert option in told
 
 
-def test_every_port_of_ray_is_for_this_host_only(deployment: StartDeployment) -> None:
-    running = deployment(machines=1, module=STAND_IN)
-    processes = psutil.Process(running.process.pid).children(recursive=True)
+def test_every_port_of_ray_is_for_this_host_only(calm: RunningDeployment) -> None:
+    processes = psutil.Process(calm.process.pid).children(recursive=True)
     listening = {
         connection.laddr.ip
         for process in processes
@@ -131,6 +144,7 @@ def test_neither_the_users_environment_nor_a_foreign_ray_gets_in(deployment: Sta
         env={
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
             "RAY_AUTH_MODE": "disabled",
+            "PYTHONPATH": str(ROOT),
         },
     )
     assert foreign.stdin is not None
@@ -161,12 +175,11 @@ def test_neither_the_users_environment_nor_a_foreign_ray_gets_in(deployment: Sta
         folder.cleanup()
 
 
-def test_ray_refuses_who_has_no_token_or_a_wrong_one(deployment: StartDeployment, tmp_path: Path) -> None:
-    running = deployment(machines=1, module=STAND_IN)
-    gcs = next(c for c in psutil.Process(running.process.pid).children() if c.name().startswith("gcs_server"))
+def test_ray_refuses_who_has_no_token_or_a_wrong_one(calm: RunningDeployment, tmp_path: Path) -> None:
+    gcs = next(c for c in psutil.Process(calm.process.pid).children() if c.name().startswith("gcs_server"))
     port = next(c.laddr.port for c in gcs.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN)
     (tmp_path / "wrong").write_text(secrets.token_hex(32))
-    tokens = {"none": None, "wrong": tmp_path / "wrong", "right": running.state / "ray-token"}
+    tokens = {"none": None, "wrong": tmp_path / "wrong", "right": calm.state / "ray-token"}
     code = f"from ray._raylet import GcsClient; print(GcsClient(address='127.0.0.1:{port}').cluster_id.hex())"
     results = {}
     for name, path in tokens.items():
@@ -182,13 +195,14 @@ def test_ray_refuses_who_has_no_token_or_a_wrong_one(deployment: StartDeployment
         assert "AuthenticationError" in results[name].stderr
 
 
-def test_what_prevents_a_start_is_told_with_its_reason(deployment: StartDeployment, tmp_path: Path) -> None:
-    running = deployment(machines=1, module=STAND_IN)
+def test_what_prevents_a_start_is_told_with_its_reason(
+    calm: RunningDeployment, deployment: StartDeployment, tmp_path: Path
+) -> None:
     with pytest.raises(StartFailedError) as busy:
-        deployment(machines=1, module=STAND_IN)
+        deployment(state=calm.state, machines=1, module=STAND_IN)
     assert busy.value.error is not None
     assert busy.value.error.reason is Reason.DEPLOYMENT_BUSY
-    assert str(running.process.pid) in busy.value.error.message
+    assert str(calm.process.pid) in busy.value.error.message
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartFailedError) as port:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         deployment(state=tmp_path / "other", options=("--listen", listen), module=STAND_IN)
@@ -200,8 +214,8 @@ def test_what_prevents_a_start_is_told_with_its_reason(deployment: StartDeployme
     assert folder.value.error is not None
     assert folder.value.error.reason is Reason.STATE_NOT_WRITABLE
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        running.call("GET", "/v1/machines", token="wrong")
-    assert _names(running) == ["local-1"]
+        calm.call("GET", "/v1/machines", token="wrong")
+    assert _names(calm) == ["local-1"]
 
 
 def test_a_lost_machine_is_replaced_under_a_new_name_and_more_come_when_asked(
@@ -232,10 +246,11 @@ def test_a_machine_that_ray_holds_for_dead_is_ended_and_replaced(deployment: Sta
     wait_until(lambda: not frozen.is_running(), limit_s=30, what="the frozen one to be ended")
 
 
-def test_a_killed_head_takes_its_processes_along_and_the_next_one_starts(deployment: StartDeployment) -> None:
-    long_path = "x" * 100
-    first = deployment(machines=2, module=STAND_IN)
-    first = _moved(deployment, first, long_path)
+def test_a_killed_head_takes_its_processes_along_and_the_next_one_starts(
+    deployment: StartDeployment, tmp_path: Path
+) -> None:
+    """In a folder whose path is too long for sockets."""
+    first = deployment(state=tmp_path / ("x" * 100), machines=2, module=STAND_IN)
     first.process.kill()
     first.process.wait()
     first.assert_nothing_left(limit_s=GONE_LIMIT_S)
@@ -247,13 +262,6 @@ def test_a_killed_head_takes_its_processes_along_and_the_next_one_starts(deploym
     assert not [p for p in outside if p.exists()]
 
 
-def _moved(start: StartDeployment, running: RunningDeployment, name: str) -> RunningDeployment:
-    """The same deployment from a folder whose path is too long for sockets."""
-    assert running.stop() == 0
-    running.state.rename(running.state.with_name(name))
-    return start(state=running.state.with_name(name), machines=2, module=STAND_IN)
-
-
 def test_a_stop_in_the_middle_of_the_start_leaves_nothing(deployment: StartDeployment) -> None:
     running = deployment(machines=2, module=STAND_IN, until_ready=False)
     wait_until(lambda: (running.state / "id").exists() and bool(running.processes()), limit_s=60, what="Ray")
@@ -262,11 +270,10 @@ def test_a_stop_in_the_middle_of_the_start_leaves_nothing(deployment: StartDeplo
     assert not (running.state / "deployment.json").exists()
 
 
-def test_the_end_of_the_terminal_is_not_the_end_of_the_deployment(deployment: StartDeployment) -> None:
-    running = deployment(machines=1, module=STAND_IN)
-    running.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: "terminal" in running.log, limit_s=10, what="the head to take notice")
-    assert _names(running) == ["local-1"]
+def test_the_end_of_the_terminal_is_not_the_end_of_the_deployment(calm: RunningDeployment) -> None:
+    calm.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "terminal" in calm.log, limit_s=10, what="the head to take notice")
+    assert _names(calm) == ["local-1"]
 
 
 @pytest.mark.parametrize("part", ["gcs_server", "--head"])

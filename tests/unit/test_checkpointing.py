@@ -28,7 +28,7 @@ from agents.core.checkpoint_events import (
     WritersSeen,
 )
 from agents.core.checkpoint_names import is_log_name, step_from_names, steps_of
-from agents.core.checkpointing import RESTLESS_S, SETTLE_S, Checkpointing
+from agents.core.checkpointing import DOUBT_S, RESTLESS_S, SETTLE_S, Checkpointing
 
 
 def file(path: str, size: int = 1, mtime_ns: int = 1) -> Entry:
@@ -54,6 +54,8 @@ class Bench:
         self.now = 100.0
         self.look = Look(entries=entries)
         self.writers: tuple[str, ...] = ()
+        self.writer = (7, 1)
+        self.processes: frozenset[tuple[int, int]] = frozenset({(1, 1), (7, 1)})
         self.parts: list[TakePart] = []
         self.said: list[str] = []
         self.answers: list[AnswerQuestion] = []
@@ -64,7 +66,12 @@ class Bench:
         for effect in effects:
             match effect:
                 case LookAtState():
-                    self.perform(self.core.handle(StateSeen(look=self.look), self.now))
+                    seen = replace(
+                        self.look,
+                        writers=tuple((path, self.writer) for path in self.writers),
+                        processes=self.processes,
+                    )
+                    self.perform(self.core.handle(StateSeen(look=seen), self.now))
                 case LookForWriters():
                     self.perform(self.core.handle(WritersSeen(paths=self.writers), self.now))
                 case TakePart():
@@ -131,6 +138,57 @@ def test_a_file_that_somebody_has_open_for_writing_waits_however_still_it_is() -
     assert bench.parts == []
     bench.writers = ()
     bench.wait(1)
+    assert len(bench.parts) == 1
+
+
+def test_a_file_whose_writer_dies_before_it_is_closed_is_not_taken_before_it_is_written_again() -> None:
+    bench = Bench(file("ckpt-1.pt"))
+    bench.writers = ("ckpt-1.pt",)
+    bench.wait(5)
+    bench.writers, bench.processes = (), frozenset({(1, 1)})
+    bench.wait(60)
+    assert bench.parts == []
+    assert "'ckpt-1.pt' may be half-written" in bench.said[0]
+    bench.processes = frozenset({(1, 1), (8, 1)})
+    bench.see(file("ckpt-1.pt", size=2))
+    bench.wait(5)
+    assert len(bench.parts) == 1
+
+
+def test_a_process_that_dies_while_an_unknown_one_writes_makes_the_file_doubtful_too() -> None:
+    bench = Bench()
+    bench.wait(1)
+    bench.see(file("ckpt-1.pt"))
+    bench.processes = frozenset({(1, 1)})
+    bench.wait(60)
+    assert [part.entries for part in bench.parts] == []
+
+
+def test_the_death_of_another_process_than_the_writer_is_none_of_its_business() -> None:
+    bench = Bench(file("ckpt-1.pt"))
+    bench.writers = ("ckpt-1.pt",)
+    bench.wait(1)
+    bench.processes = frozenset({(7, 1)})
+    bench.wait(1)
+    bench.writers = ()
+    bench.wait(5)
+    assert len(bench.parts) == 1
+
+
+def test_a_death_after_the_file_was_seen_closed_changes_nothing() -> None:
+    bench = Bench(file("ckpt-1.pt"))
+    bench.wait(1)
+    bench.processes = frozenset({(1, 1)})
+    bench.wait(5)
+    assert len(bench.parts) == 1
+
+
+def test_a_command_that_outlives_a_death_for_long_did_not_need_it() -> None:
+    bench = Bench(file("ckpt-1.pt"))
+    bench.writers = ("ckpt-1.pt",)
+    bench.wait(5)
+    bench.writers, bench.processes = (), frozenset({(1, 1)})
+    bench.wait(DOUBT_S + 5)
     assert len(bench.parts) == 1
 
 
@@ -349,17 +407,19 @@ def test_a_question_is_answered_from_a_look_that_began_after_it() -> None:
 def test_a_look_that_was_under_way_when_the_question_came_is_no_answer() -> None:
     core = Checkpointing()
     same = StateSeen(look=Look(entries=(file("a"),)))
-    assert core.begin(0.0) == [LookAtState()]
+    assert core.begin(0.0) == [LookAtState(sure=None)]
     core.handle(same, 0.0)
-    core.handle(TimePassed(), 3.0)
+    core.handle(TimePassed(), 1.0)
+    core.handle(same, 1.0)
+    assert core.handle(TimePassed(), 3.0) == [LookAtState(sure=(file("a"),))]
     (ask,) = core.handle(same, 3.0)
     assert isinstance(ask, LookForWriters)
     (part,) = core.handle(WritersSeen(), 3.0)
     assert isinstance(part, TakePart)
     core.handle(PartStored(number=part.number, digest="d"), 3.0)
-    assert core.handle(TimePassed(), 4.0) == [LookAtState()]
+    assert core.handle(TimePassed(), 4.0) == [LookAtState(sure=(file("a"),))]
     assert core.handle(Questioned(question=1, digest="d"), 4.0) == []
-    assert core.handle(same, 4.0) == [LookAtState()]
+    assert core.handle(same, 4.0) == [LookAtState(sure=(file("a"),))]
     assert core.handle(same, 4.0) == [AnswerQuestion(question=1, digest="d", holds=True)]
 
 

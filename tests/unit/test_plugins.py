@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.plugins.leaks import TOKEN_VARIABLE, Leak, find_leaks, wait_for_none
+from tests.plugins.parallel import APART, LONGEST_FIRST, TOGETHER, scope_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,6 +146,20 @@ def test_on_workers_a_test_has_the_seed_and_the_repeat_command_that_it_has_alone
     for output in (alone, spread):
         assert "-m pytest test_inner.py::test_that_fails --seed 7\n" in output
     assert [seed_line(output) for output in (alone, spread)] == [seed_line(alone)] * 2
+
+
+def test_what_the_plan_for_the_workers_names_is_there() -> None:
+    places = {*APART, *LONGEST_FIRST, *(place for group in TOGETHER.values() for place in group)} - {
+        *TOGETHER
+    }
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+def test_what_shares_a_deployment_is_one_piece_and_what_shares_nothing_is_many() -> None:
+    assert scope_of("tests/e2e/test_ends.py::test_a") == scope_of("tests/e2e/test_names.py::test_b[x::y]")
+    assert scope_of("tests/e2e/test_ends.py::test_a") != scope_of("tests/e2e/test_deaths.py::test_a")
+    assert scope_of(f"{APART[0]}::test_a[1]") != scope_of(f"{APART[0]}::test_a[2]")
+    assert scope_of("tests/unit/test_wire.py::test_a") == scope_of("tests/unit/test_wire.py::test_b")
 
 
 def seed_line(output: str) -> str:
