@@ -154,7 +154,11 @@ class Assembling(Seats):
     def _on_reservation_waiting(self, event: ReservationWaiting) -> None:
         want = self._note_waiting(event)
         gang = self.gang
-        if want is None or gang.state is not RunState.ASSEMBLING or gang.outcome is not None:
+        if want is None or gang.outcome is not None:
+            return
+        if not event.is_possible and self._admit_swept(want):
+            return
+        if gang.state is not RunState.ASSEMBLING:
             return
         self._tell_arrivals(event.why)
         if want.is_for_refusal and not event.is_possible:

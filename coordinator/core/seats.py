@@ -4,7 +4,8 @@ Rules of this file:
 1. A rank's seat is its machine for the whole run: only its loss, its refusal, its reclaim, a suspension or an
    assembly that is tried again takes it away.
 2. What is asked for is all or nothing per reservation, and every reservation is granted, or withdrawn, once.
-3. A replacement never lands on the machine that it replaces.
+3. A replacement never lands on the machine that it replaces, unless there is no other one and it was lost, not refused:
+   then it may come back once it has been swept.
 4. A machine on which something of the gang may still run is given back as not clean: nobody gets it before it is
    proven that nothing does.
 5. The ledger (`Gang.holdings`) has a machine's whole time, once: from the grant to the confirmed release.
@@ -114,6 +115,24 @@ class Seats(GangBase):
         if is_first:  # later wordings are for whoever looks; a hundred waiting runs must not write each one
             self._announce("Waiting", event.why, reason=Reason.NO_CAPACITY)
         return want
+
+    def _admit_swept(self, want: Want) -> bool:
+        """Asks again, lost machines included that were given back since: found clean, or gone for good (rule 3)."""
+        gang = self.gang
+        own = {seat.machine for seat in gang.seats.values()}
+        held = {h.machine for h in gang.holdings if h.until is None}
+        swept = [m for m in want.avoid if m not in own]
+        if want.is_for_refusal or not swept or held & set(swept):
+            return False
+        del gang.wanted[want.reservation]
+        gang.withdrawing = (*gang.withdrawing, want.reservation)
+        self._effects.append(WithdrawReservation(reservation=want.reservation))
+        self._announce(
+            "NoOtherMachine",
+            f"There is no other machine: {', '.join(swept)} may come back, once it is found clean.",
+        )
+        self._want(want.ranks)
+        return True
 
     # ---- giving back ------------------------------------------------------------------------------
 
