@@ -73,6 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
         "password, else journal.db in the state folder)",
     )
     serve.add_argument(
+        "--allow-chaos",
+        action="store_true",
+        help="ranks may be harmed on purpose (mesh chaos), with --address too",
+    )
+    serve.add_argument(
         "--ready-fd",
         metavar="FD",
         type=int,
@@ -196,6 +201,7 @@ def _serve_claimed(
         address=address,
         gpu=gpu,
         db=db,
+        allows_chaos=options.allow_chaos,
         user_environment=ray_environment.user_environment(original, source=source),
         ray_environment=clean,
     )

@@ -316,7 +316,7 @@ class Coordinator:
         for driver in self._drivers.values():
             state = str(driver.core.gang.state)
             runs[state] = runs.get(state, 0) + 1
-        details = {k: v for k, v in self._deployment.items() if k not in ("version", "local")}
+        details = {k: v for k, v in self._deployment.items() if k not in ("version", "local", "chaos")}
         trouble = self._storage_trouble()
         if trouble is not None:
             details["journal"] = trouble

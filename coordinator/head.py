@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from agents import chaos
 from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
@@ -75,6 +76,8 @@ class HeadSettings:
     """Where the head's own parts listen: loopback, or an address that machines elsewhere reach."""
     gpu: GpuShape | None = None
     db: str | None = None
+    allows_chaos: bool = False
+    """Ranks may be harmed on purpose here though machines join from elsewhere; where they are simulated they may."""
     user_environment: Mapping[str, str]
     """As the head found it: what the users' commands get."""
     ray_environment: Mapping[str, str]
@@ -165,7 +168,7 @@ class Head:
         left = await leftovers.end_all(self._owner, grace_s=LEFTOVER_GRACE_S)
         if left:
             _log.warning("processes of an earlier deployment cannot be killed: %s", left)
-        self._state.remove_outside()
+        await self._remove_outside()
         self._state.prepare()
         self._spawn_task(self._keep_house(), "housekeeping")
 
@@ -225,6 +228,7 @@ class Head:
             "deployment": {
                 "version": __version__,
                 "local": not self._settings.is_open,
+                "chaos": self._settings.allows_chaos or not self._settings.is_open,
                 "url": self._url,
                 "state": str(self._state.path),
             },
@@ -369,6 +373,7 @@ class Head:
 
     async def _remove_outside(self) -> None:
         await asyncio.to_thread(self._state.remove_outside)
+        await asyncio.to_thread(chaos.remove_cuts, self._state.deployment_id)
 
 
 async def _guarded(name: str, limit_s: float, step: Callable[[], Awaitable[object]]) -> None:

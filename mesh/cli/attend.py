@@ -206,9 +206,9 @@ class StoryTeller:
         status = run["status"]
         if not RunState(status["state"]).is_terminal:
             sentences += [(status["epoch"], f"{c['type']}: {c['message']}") for c in status["conditions"]]
-        fresh = [printable(text) for epoch, text in sentences if text and (epoch, text) not in self._told]
-        self._told.update((epoch, text) for epoch, text in sentences if text)
-        return fresh
+        fresh = [one for one in dict.fromkeys(sentences) if one[1] and one not in self._told]
+        self._told.update(fresh)
+        return [printable(text) for _, text in fresh]
 
     def _sentence(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> str:
         """Empty for what goes without saying."""

@@ -44,6 +44,12 @@ def up(
             "interface: for a network in which everybody may be trusted.",
         ),
     ] = None,
+    allow_chaos: Annotated[
+        bool,
+        typer.Option(
+            "--allow-chaos", help="Let `mesh chaos` harm ranks with --address too; otherwise it always may."
+        ),
+    ] = False,
     output: OutputOption = OutputFormat.TABLE,
     state: StateOption = None,
 ) -> None:
@@ -63,7 +69,13 @@ def up(
                 field="--machines",
             )
         return HeadOptions(
-            state=state_folder(state), machines=machines or 2, address=address, gpu=gpu, listen=listen, db=db
+            state=state_folder(state),
+            machines=machines or 2,
+            address=address,
+            gpu=gpu,
+            listen=listen,
+            db=db,
+            allow_chaos=allow_chaos,
         )
 
     execute(lambda: _up(options(), output), state=state)

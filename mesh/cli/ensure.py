@@ -78,11 +78,12 @@ async def ensure_machines(client: MeshClient, plan: RunPlan, terminal: Terminal)
     """Adds machines to a local deployment that has too few for this run. Raises MeshError."""
     if not client.is_local:
         return
-    present = [machine for machine in await client.list_machines() if machine["state"] != "Lost"]
-    missing = plan.nodes - len(present)
+    states = [machine["state"] for machine in await client.list_machines()]
+    present = states.count("Ready") + states.count("InUse")
+    missing = plan.nodes - present
     if missing <= 0:
         return
     what = "1 machine" if missing == 1 else f"{missing} machines"
     async with terminal.working(f"Adding {what}"):
-        await client.grow(plan.nodes)
+        await client.grow(plan.nodes + states.count("Leaving"))
     terminal.note(f"Added {what} to the deployment; it has {plan.nodes} now.")

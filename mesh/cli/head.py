@@ -61,6 +61,7 @@ class HeadOptions:
     gpu: str | None = None
     listen: str | None = None
     db: str | None = None
+    allow_chaos: bool = False
 
     def arguments(self, ready_fd: int) -> list[str]:
         given = {"--address": self.address, "--gpu": self.gpu, "--listen": self.listen}
@@ -70,6 +71,7 @@ class HeadOptions:
         return [
             *("serve", "--state", str(self.state)),
             *rest,
+            *(["--allow-chaos"] if self.allow_chaos else []),
             *("--ready-fd", str(ready_fd)),
         ]
 

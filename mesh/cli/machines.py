@@ -53,7 +53,11 @@ async def _drain(
     terminal = Terminal()
     grace_s = GRACE_S_DEFAULT if grace_s is None else grace_s
     async with client_for(state, url) as client, terminal.working(f"Draining {name}") as spinner:
+        machines = await client.list_machines()
         machine = await client.reclaim(name, grace_s=grace_s, message=message)
+        if client.is_local and any(m["name"] == name and m["state"] in ("Ready", "InUse") for m in machines):
+            # whoever has it needs another one, and simulated ones come only when they are asked for
+            await client.grow(sum(m["state"] != "Lost" for m in machines) + 1)
         if machine["run"] and not detach:
             terminal.note(f"{name} leaves: {machine['run']} saves there and gets another machine.")
             spinner.say(f"Waiting until {machine['run']} has left {name}")

@@ -36,6 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpu")
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--db")
+    parser.add_argument("--allow-chaos", action="store_true")
     parser.add_argument("--ready-fd", type=int)
     return parser.parse_args(arguments)
 

@@ -45,6 +45,8 @@ def run_that(
             "endedAt": 113.0,
             "conditions": [],
             "cause": None,
+            "restarts": {"total": 0},
+            "epochs": [{"epoch": 2, "restored": "1-7", "restoredStep": 7}],
             **status,
         },
     }
@@ -54,6 +56,7 @@ def run_that(
     ("run", "code"),
     [
         (run_that("Succeeded", exit_code=0), 0),
+        (run_that("Suspended"), 123),
         (run_that("Failed", exit_code=42), 42),
         (run_that("Failed", exit_code=139), 139),
         (run_that("Failed"), 1),
@@ -182,14 +185,16 @@ async def test_a_slow_reader_holds_back_what_feeds_it() -> None:
         os.close(writing)
 
 
-def event(kind: str, message: str = "", *, epoch: int = 1) -> dict[str, Any]:
-    return {"kind": kind, "message": message, "epoch": epoch, "rank": None}
+def event(kind: str, message: str = "", *, epoch: int = 1, rank: int | None = None) -> dict[str, Any]:
+    return {"kind": kind, "message": message, "epoch": epoch, "rank": rank}
 
 
 def test_the_story_counts_arrivals_and_says_each_thing_once() -> None:
     teller = StoryTeller()
     run = run_that("Running")
-    assert teller.tell(run, [event("Submitted", "x"), event("Arrived"), event("Arrived")]) == [
+    assert teller.tell(
+        run, [event("Submitted", "x"), event("Arrived", rank=0), event("Arrived", rank=1)]
+    ) == [
         "at the barrier: 1 of 2",
         "at the barrier: 2 of 2",
     ]
@@ -197,7 +202,11 @@ def test_the_story_counts_arrivals_and_says_each_thing_once() -> None:
     lost = event("MemberLost", "m1 is lost.")
     assert teller.tell(run, [lost]) == ["m1 is lost."]
     assert teller.tell(run, [lost]) == []
-    assert teller.tell(run, [event("Arrived", epoch=2)]) == ["at the barrier: 1 of 2"]
+    again = [event("Arrived", epoch=2, rank=0), event("Arrived", epoch=2, rank=0)]
+    assert teller.tell(run, again) == ["at the barrier: 1 of 2"]
+    assert teller.tell(run, [event("Running", "Every rank runs.", epoch=2)]) == [
+        "2 of 2 ranks run again, in epoch 2, restored from step 7"
+    ]
 
 
 def test_the_summary_says_how_it_ended_and_where_to_read_more() -> None:
@@ -207,6 +216,12 @@ def test_the_summary_says_how_it_ended_and_where_to_read_more() -> None:
         "Add a barrier.",
         "More: mesh describe r",
     ]
+    assert summary_of(run_that("Succeeded", exit_code=0, restarts={"total": 2})).endswith(
+        "(2 ranks, 2 restarts)."
+    )
+    suspended = summary_of(run_that("Suspended"))
+    assert "suspended, not ended" in suspended
+    assert "mesh resume r" in suspended
 
 
 def options(**given: Any) -> RunOptions:
