@@ -19,7 +19,6 @@ from mesh.ids import Epoch, IncarnationToken, RunUid
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint
 from mesh.states import RunState, Transport
-from tests.sim.store_line import StoreLine
 from tests.sim.tasks import DOWN, GONE, Begin, Down, Resume, Step, Task
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class SimCoordinator:
         self.disk_full_until = 0.0
         self._shells: dict[RunUid, _Shell] = {}
         self._tasks: dict[tuple[Any, ...], Task] = {}
-        self.line = StoreLine(self)
+        self.line = self.world.parts.line(self)
 
     # ---- gangs ------------------------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class SimCoordinator:
         self.life += 1
         self.is_up = True
         self.recover_journal()
-        self.line = StoreLine(self)
+        self.line = self.world.parts.line(self)
         for gang in list(self.journal.values()):
             copy = gang.snapshot()
             if self.crashes % 8 == 1:  # the text form, now and then: it costs more than all the rest

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Key = tuple[RunUid, int]
 LOOK_AGAIN_S = 2.0
+TELL_AGAIN_S = 10.0
 
 
 class SimFleet:
@@ -68,18 +69,23 @@ class SimFleet:
             if key not in self._withdrawn:
                 self._waiting[key] = (effect, resume)
                 self.look()
-                if key in self._waiting:
-                    self._tell_waiting(uid, effect)
+                self._tell_waiting(uid, effect)
 
         return begin
 
     def _tell_waiting(self, uid: RunUid, effect: do.ReserveMachines) -> None:
+        """Now and again until it has them."""
+        if self._waiting.get((uid, effect.reservation), (None, None))[0] is not effect:
+            return
+        self.world.after(TELL_AGAIN_S, self._tell_waiting, uid, effect)
         possible = [m for m in self.machines.values() if not m.is_cordoned and m.name not in effect.avoid]
         waiting = ev.ReservationWaiting(
             reservation=effect.reservation,
             why="Waiting for machines.",
             is_possible=sum(not m.is_lost for m in possible) >= effect.nodes,
         )
+        if not waiting.is_possible:
+            self.world.truth.no_other_machine(uid)
         self.world.soon(self.world.coordinator.tell, uid, waiting)
 
     def look(self) -> None:

@@ -135,6 +135,12 @@ class Incidents:
         for_s = random.choice([random.uniform(0.1, 2.5), random.uniform(2.0, 6.0), random.uniform(5.0, 40.0)])
         until = self._until(for_s)
         for_s = until - world.now
+        if machine.is_the_stores and kind in (
+            Incident.MACHINE_LOST,
+            Incident.MACHINE_FROZEN,
+            Incident.RECLAIM,
+        ):
+            return  # the head and its store are on it
         world.trouble(for_s)
         machine.troubled_until = max(machine.troubled_until, until + AFTERMATH_S)
         match kind:
@@ -144,6 +150,11 @@ class Incidents:
                 if not machine.is_frozen:
                     machine.freeze()
                     world.at(until, machine.thaw)
+                    if random.random() < 0.25:  # it comes back without its network
+                        lost_s = self._until(for_s + random.uniform(1.0, 10.0)) - world.now
+                        self._cut(random.choice(list(_CUTS)), machine, lost_s)
+                        machine.troubled_until = max(machine.troubled_until, world.now + lost_s + AFTERMATH_S)
+                        world.trouble(lost_s)
                     self._may_be_given_up(machine, for_s)
             case Incident.CUT_FROM_STORE | Incident.CUT_FROM_HEAD | Incident.CUT_OFF:
                 self._cut(kind, machine, for_s)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from agents import lease_wire
 from agents.core import events as ev
 from agents.core import lease as ls
+from agents.core import lease_events as le
 from mesh.messages import HEARTBEAT_S, LEASE_GUARD_S, LEASE_TTL_S
 from mesh.reasons import Reason
 from mesh.store import messages as ms
@@ -37,6 +38,8 @@ class SimKeeper:
         self._wire: Wire | None = None
         self._alarm_at: float | None = None
         self._alarm_number = 0
+        self._has_connected = False
+        self._tried_at = 0.0
         self.lease = self.world.parts.lease(terms=TERMS, started_at=self._now())
         self.world.store.keepers[self.incarnation.token] = self
         self._perform(self.lease.start())
@@ -49,18 +52,34 @@ class SimKeeper:
 
     def hear(self, message: ms.Message) -> None:
         """From the store."""
+        self._has_connected = True
         event = lease_wire.event_of(message)
         if event is not None:
             self.handle(event)
 
     def hear_lost(self) -> None:
-        self.handle(ls.ConnectionLost())
+        is_refused = self._wire is not None and self._wire.id is None
+        if is_refused and self._has_connected and self.machine.is_the_stores and self.world.store.is_down:
+            self.handle(le.StoreGone(seen_at=self._tried_at))
+        self.handle(le.ConnectionLost())
+
+    def _look_at_the_store(self) -> None:
+        """On the store's own machine: whether it reads what lies before it."""
+        sent_at = self.lease.state.sent_at
+        if self.machine.is_the_stores and self.world.store.is_stalled and sent_at is not None:
+            self.handle(le.StoreStoodStill(since=sent_at, seen_at=self._now()))
+
+    def poll(self) -> None:
+        """A keeper looks around at least once a heartbeat."""
+        if not self.is_over and self.machine.is_the_stores and self.world.store.is_stalled:
+            self._look_at_the_store()
+            self.machine.after(HEARTBEAT_S, self.poll)
 
     def hear_parent_died(self) -> None:
-        self.handle(ls.ParentDied())
+        self.handle(le.ParentDied())
 
     def release(self) -> None:
-        self.handle(ls.ReleaseAsked())
+        self.handle(le.ReleaseAsked())
 
     def die(self) -> None:
         """Killed: its connection closes, and its member sees the end of the pipe."""
@@ -77,14 +96,14 @@ class SimKeeper:
         self.is_over = True
         self.is_dozing = False
 
-    def handle(self, event: ls.LeaseEvent) -> None:
+    def handle(self, event: le.LeaseEvent) -> None:
         if self.is_over or self.machine.is_lost:
             return
         if self.is_dozing:
             self.rouse()
         self._perform(self.lease.handle(event, self._now()))
         if (
-            isinstance(event, ls.Confirmed)
+            isinstance(event, le.Confirmed)
             and not self.world.troubled
             and not self.is_over
             and self.lease.state.phase is ls.LeasePhase.HOLDING
@@ -105,7 +124,7 @@ class SimKeeper:
         self.is_dozing = False
         ago_s = self.world.random.uniform(0.0, HEARTBEAT_S - 0.01)
         state = self.lease.state
-        state.held_from = self._now() - ago_s
+        state.held_from = state.confirmed_at = self._now() - ago_s
         state.sent_at = None
         state.request_at = state.held_from + TERMS.heartbeat_s
         state.wake_at = state.request_at
@@ -124,27 +143,29 @@ class SimKeeper:
     def _alarm(self, number: int) -> None:
         if number == self._alarm_number:
             self._alarm_at = None
-            self.handle(ls.Woke())
+            self._look_at_the_store()
+            self.handle(le.Woke())
 
     # ---- what it does -----------------------------------------------------------------------------
 
-    def _perform(self, effects: list[ls.LeaseEffect]) -> None:
+    def _perform(self, effects: list[le.LeaseEffect]) -> None:
         for effect in effects:
             match effect:
-                case ls.Request():
+                case le.Request():
                     self._request(effect)
-                case ls.Connect():
+                case le.Connect():
                     if self._wire is not None:
                         self._wire.close()
+                    self._tried_at = self._now()
                     self._wire = Wire(self.world.store, self.machine, self)
-                case ls.Tell():
+                case le.Tell():
                     self._tell(effect)
-                case ls.FreezeTree() | ls.ThawTree() | ls.KillTree():
+                case le.FreezeTree() | le.ThawTree() | le.KillTree():
                     self._treat_tree(effect)
-                case ls.End():
+                case le.End():
                     self._end()
 
-    def _request(self, effect: ls.Request) -> None:
+    def _request(self, effect: le.Request) -> None:
         assert self._wire is not None, "a request follows a connection"
         me = self.incarnation
         key = (effect.request_id, me.run_uid, me.epoch, me.rank, me.token)
@@ -153,7 +174,7 @@ class SimKeeper:
         else:
             self._wire.send(ms.GrantLease, (*key, TERMS.ttl_s, TERMS.guard_s))
 
-    def _tell(self, effect: ls.Tell) -> None:
+    def _tell(self, effect: le.Tell) -> None:
         me = self.incarnation
         reason = effect.reason or Reason.LEASE_LOST
         match effect.word:
@@ -167,14 +188,14 @@ class SimKeeper:
                 return
         self.machine.after(0.001, self.member.handle, event)
 
-    def _treat_tree(self, effect: ls.LeaseEffect) -> None:
+    def _treat_tree(self, effect: le.LeaseEffect) -> None:
         process = self.member.process
         if process is None or not process.is_alive:
             return
         match effect:
-            case ls.FreezeTree():
+            case le.FreezeTree():
                 process.freeze()
-            case ls.ThawTree():
+            case le.ThawTree():
                 process.thaw()
             case _:
                 self.machine.after(self.world.random.uniform(0.0, 0.02), self.member.kill_tree)

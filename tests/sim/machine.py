@@ -32,6 +32,8 @@ class Machine:
         self.name = name
         self.rate = rate
         self.wall_offset = 0.0
+        self.is_the_stores = False
+        """The store's process is on it too: its kernel tells what that process does not read, and that it is dead."""
         self.is_frozen = False
         self.is_lost = False
         self.is_cordoned = False
@@ -124,6 +126,8 @@ class Machine:
     # ---- its network ------------------------------------------------------------------------------
 
     def cut(self, directions: tuple[str, ...], until: float) -> None:
+        if self.is_the_stores:
+            return
         for direction in directions:
             self.cut_until[direction] = max(self.cut_until[direction], until)
 
@@ -134,6 +138,8 @@ class Machine:
         """Of one message from or to it."""
         world = self.world
         delay_s = world.random.expovariate(200.0)
+        if self.is_the_stores:
+            return delay_s * 0.1
         if self.slow_until > world.now:
             delay_s += world.random.uniform(0.1, 1.5)
         return delay_s

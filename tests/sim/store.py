@@ -70,6 +70,9 @@ class SimStore:
         if self.is_down or self.is_stalled:
             return
         self.is_stalled = True
+        for keeper in list(self.keepers.values()):
+            if keeper.machine.is_the_stores:
+                keeper.poll()
         self.world.after(for_s, self._go_on, self.life)
 
     def _go_on(self, life: int) -> None:

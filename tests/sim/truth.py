@@ -41,6 +41,7 @@ class Truth:
         """Commands that did not end well: when, of which rank, and how: by itself, by a peer, or taken along."""
         self._by_itself: set[Incarnation] = set()
         self._lost_seats: dict[tuple[RunUid, Rank], MachineName] = {}
+        self._has_no_other: set[RunUid] = set()
         self._fruitless: dict[RunUid, int] = {}
         self._running_since: dict[RunUid, float] = {}
 
@@ -100,6 +101,10 @@ class Truth:
         self._note_seats(before, after)
         if after.epoch != before.epoch:
             self._check_new_epoch(before, after)
+        if _is_restart(before, after):
+            self._fruitless[uid] = self._fruitless.get(uid, 0) + 1
+            if self._fruitless[uid] > FRUITLESS_MAX:
+                raise Violation("7: more restarts in a row than any budget allows")
         if after.state is not before.state:
             if before.state is RunState.RUNNING:
                 began = self._running_since.pop(uid, self.world.now)
@@ -122,19 +127,21 @@ class Truth:
             self.check_acting()
 
     def _note_seats(self, before: Gang, after: Gang) -> None:
-        if before.holdings == after.holdings:
+        is_retry = before.outcome is not None and before.outcome.kind is OutcomeKind.RETRY_ASSEMBLY
+        is_fresh = after.state is RunState.SUSPENDED or (is_retry and after.state is RunState.PENDING)
+        if before.holdings == after.holdings and not is_fresh:
             return
         old, new = before.seats, after.seats
-        is_fresh = before.outcome is not None and before.outcome.kind is not OutcomeKind.JUDGE
         for rank, seat in old.items():
             if rank not in new or new[rank].machine != seat.machine:
                 self._lost_seats[after.uid, rank] = seat.machine
-        if is_fresh and not new:
+        if is_fresh:  # all is given back, and begins anew
             for rank in range(after.plan.nodes):
-                self._lost_seats.pop((after.uid, Rank(rank)), None)  # all is given back, and begins anew
+                self._lost_seats.pop((after.uid, Rank(rank)), None)
         for rank, seat in new.items():
             is_taken = rank not in old or old[rank].machine != seat.machine
-            if is_taken and self._lost_seats.pop((after.uid, rank), None) == seat.machine:
+            is_same = is_taken and self._lost_seats.pop((after.uid, rank), None) == seat.machine
+            if is_same and after.uid not in self._has_no_other:
                 raise Violation("5: a replacement is on the machine that it replaces")
 
     def _check_new_epoch(self, before: Gang, after: Gang) -> None:
@@ -146,14 +153,6 @@ class Truth:
                 raise Violation(
                     f"1: epoch {after.epoch} begins while rank {incarnation.rank} of another acts"
                 )
-        if (
-            (before.epoch and after.restarts.total > before.restarts.total)
-            or before.restarts != after.restarts
-            or (before.epoch and before.outcome is not None and before.outcome.kind is OutcomeKind.JUDGE)
-        ):
-            self._fruitless[uid] = self._fruitless.get(uid, 0) + 1
-        if self._fruitless.get(uid, 0) > FRUITLESS_MAX:
-            raise Violation("7: more restarts in a row than any budget allows")
 
     def _check_blame(self, gang: Gang) -> None:
         cause = gang.cause
@@ -207,6 +206,10 @@ class Truth:
         if machine.processes:
             raise Violation("6: a machine is given away on which something still runs")
 
+    def no_other_machine(self, uid: RunUid) -> None:
+        """What the gang wants could never be had without the machines that it avoids."""
+        self._has_no_other.add(uid)
+
     # ---- the end ----------------------------------------------------------------------------------
 
     def check_liveness(self) -> None:
@@ -244,3 +247,15 @@ class Truth:
         keys = [(line.machine, line.reservation) for line in holdings]
         if len(keys) != len(set(keys)):
             raise Violation("6: a machine is in the ledger twice for one reservation")
+
+
+_IN_AN_EPOCH = (RunState.ASSEMBLING, RunState.STARTING, RunState.RUNNING, RunState.FENCING)
+
+
+def _is_restart(before: Gang, after: Gang) -> bool:
+    """An epoch ended, and the run goes on; a tried-again assembly is none."""
+    if before.state not in _IN_AN_EPOCH:
+        return False
+    if after.state is RunState.PENDING:
+        return after.assemblies == 0
+    return after.epoch > before.epoch

@@ -30,6 +30,7 @@ from tests.sim.fleet import SimFleet
 from tests.sim.incidents import AFTERMATH_S, Incidents, cancel_event
 from tests.sim.network import Network
 from tests.sim.store import SimStore
+from tests.sim.store_line import StoreLine
 from tests.sim.truth import Truth, Violation
 
 STEPS_MAX = 60_000
@@ -51,6 +52,7 @@ class Parts:
     coordinator: type[SimCoordinator] = SimCoordinator
     fleet: type[SimFleet] = SimFleet
     store: type[SimStore] = SimStore
+    line: type[StoreLine] = StoreLine
     leases_by_wall_clock: bool = False
     validates_gangs: bool = True
     sweeps_always: bool = False
@@ -103,11 +105,19 @@ class World:
         self._needed = gangs * nodes
         for _ in range(machines):
             self.fleet.add_machine()
+        if self.random.random() < 0.4:
+            self._share_the_head(machines)
         for index in range(gangs):
             self._submit(index, nodes)
         self.coordinator.line.connect()
         self.incidents.plan()
         self.at(self.heals_at, self._heal)
+
+    def _share_the_head(self, machines: int) -> None:
+        """As on a laptop, or where the head takes members too."""
+        for machine in list(self.fleet.machines.values())[: self.random.randint(1, machines)]:
+            machine.is_the_stores = True
+            machine.rate = self.store.rate
 
     def _submit(self, index: int, nodes: int) -> None:
         plan = RunPlan(

@@ -1,0 +1,288 @@
+"""The proof that the simulation sees something: each of these worlds has one fence broken, and is caught.
+
+A mutant names the invariant that catches it (see `tests.sim.truth` and `coordinator.core.invariants`) and is given
+1,000 seeds of the usual faults. Most need a few; `python -m tests.sim.test_mutants` prints how many.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from agents.core.lease import Lease
+from agents.core.lease_events import Confirmed, KillTree, LeaseEffect, LeaseEvent, Tell
+from coordinator.core import blame, recovery
+from coordinator.core import effects as do
+from coordinator.core.gang import GangCore
+from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, Restarts, Settlement
+from coordinator.core.store_trust import EpochKey, StoreTrust
+from mesh.ids import Incarnation, RunUid
+from mesh.store import barrier, leases
+from mesh.store import messages as ms
+from mesh.store.books import Books, Output
+from mesh.store.state import StoreState
+from tests.sim.coordinator import SimCoordinator
+from tests.sim.faults import Faults, shape_of
+from tests.sim.store_line import StoreLine
+from tests.sim.tasks import Step
+from tests.sim.world import Parts, Violation, World
+
+SEEDS_MAX = 1_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One broken fence."""
+
+    name: str
+    caught_by: str
+    """A pattern of the violation."""
+    parts: Parts = field(default_factory=Parts)
+    faults: Faults = field(default_factory=Faults)
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+    """Functions of modules that are replaced: module, name, what takes its place."""
+
+
+# ---- the store ----------------------------------------------------------------------------------------
+
+
+class NoGate(StoreState):
+    """Takes a request of an older epoch for one of the current."""
+
+    def handle(self, request: Any, connection: Any, now: float) -> list[Output]:
+        gang = self.books.gangs.get(getattr(request, "gang", RunUid("")))
+        if gang is not None and getattr(request, "epoch", gang.epoch) < gang.epoch:
+            request = request._replace(epoch=gang.epoch)
+        return super().handle(request, connection, now)
+
+
+class SharedKeys(StoreState):
+    """Keeps the keys of the epoch before."""
+
+    def handle(self, request: Any, connection: Any, now: float) -> list[Output]:
+        before = self.books.gangs.get(getattr(request, "gang", RunUid("")))
+        outputs = super().handle(request, connection, now)
+        if isinstance(request, ms.SetFloor) and before is not None:
+            self.books.gangs[request.gang].keys.update(before.keys)
+        return outputs
+
+
+def _end_but_let_it_arrive(books: Books, gang: Any, lease: Any) -> list[Output]:
+    books.end_lease(gang, lease)
+    return []
+
+
+# ---- leases -------------------------------------------------------------------------------------------
+
+
+class CountsFromReceipt(Lease):
+    """The right to run counted from when the answer came."""
+
+    def handle(self, event: LeaseEvent, now: float) -> list[LeaseEffect]:
+        effects = super().handle(event, now)
+        if isinstance(event, Confirmed) and self.state.held_from is not None:
+            self.state.held_from = now
+        return effects
+
+
+class NeverFencesItself(Lease):
+    """It knows that its lease is over, and lets the command run."""
+
+    def handle(self, event: LeaseEvent, now: float) -> list[LeaseEffect]:
+        effects = super().handle(event, now)
+        return [
+            e
+            for e in effects
+            if not isinstance(e, KillTree) and not (isinstance(e, Tell) and e.word == "lost")
+        ]
+
+
+# ---- the coordinator ----------------------------------------------------------------------------------
+
+
+class DoesNotWait(GangCore):
+    """Opens the next epoch as soon as this one has been told to stop."""
+
+    def _conclude_if_settled(self) -> None:
+        if self.gang.outcome is not None and self.gang.outcome.kind is OutcomeKind.JUDGE:
+            for member in [m for m in self.gang.members.values() if m.settlement is None]:
+                self._settle(member, Settlement.CONFIRMED)
+        super()._conclude_if_settled()
+
+
+class AvoidsNothing(GangCore):
+    """Would take any machine for a replacement."""
+
+    def _reserve_effect(self, want: Any) -> do.ReserveMachines:
+        return replace(super()._reserve_effect(want), avoid=())
+
+
+class AllIsClean(GangCore):
+    """Gives every machine back as if nothing could run there."""
+
+    def _vacate(self, rank: Any, *, is_clean: bool) -> Any:
+        return super()._vacate(rank, is_clean=True)
+
+
+class ForgetsWishes(GangCore):
+    """A cancel that comes while the epoch is being fenced is answered, and lost."""
+
+    def _wish(self, outcome: Outcome) -> bool:
+        if self.gang.outcome is not None and self.gang.outcome.kind is OutcomeKind.JUDGE:
+            return True
+        return super()._wish(outcome)
+
+
+class ActsFirst(SimCoordinator):
+    """Does what was decided before it is durable."""
+
+    def _persist(self, uid: Any, shell: Any, effects: Any, dones: Any, tries: int) -> None:
+        for effect in effects:
+            self._perform(uid, effect)
+        super()._persist(uid, shell, [], dones, tries)
+
+
+class LosesWrites(SimCoordinator):
+    """A disk that acknowledges a write and loses it when the machine goes down."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._synced: dict[RunUid, Gang] = {}
+
+    def commit(self, uid: RunUid, gang: Gang) -> None:
+        self._synced[uid] = self.journal[uid]
+        super().commit(uid, gang)
+
+    def recover_journal(self) -> None:
+        self.journal.update(self._synced)
+        super().recover_journal()
+
+
+class SkipsRevoke(StoreLine):
+    """Says that a member was given up, and does not tell the store."""
+
+    def revoke(self, incarnation: Incarnation) -> Step[bool | None]:
+        yield self.ask(ms.Ping)
+        return False
+
+
+class TrustsEveryStore(StoreTrust):
+    """Believes a store that was restarted that what it does not know has not been."""
+
+    def is_believed(self, key: EpochKey, instance: str) -> bool:
+        return True
+
+
+def _charge_nothing(restarts: Restarts, kind: Any) -> Restarts:
+    return replace(restarts, total=restarts.total + 1)
+
+
+def _first_heard(gang: Gang) -> blame.Verdict:
+    """The first failure that was heard is the cause, whoever falls silent afterwards."""
+    verdict = _judge(gang)
+    return (
+        replace(verdict, cause=gang.failures[0], kind=recovery.RestartKind.FAILURE)
+        if gang.failures
+        else verdict
+    )
+
+
+_judge = blame.judge
+
+MUTANTS = (
+    Mutant(name="epoch check skipped", caught_by="^8: the store served", parts=Parts(store_state=NoGate)),
+    Mutant(
+        name="keys shared between epochs",
+        caught_by="^8: a rank read what another epoch had written",
+        parts=Parts(store_state=SharedKeys),
+    ),
+    Mutant(
+        name="barrier opened without leases",
+        caught_by="^2: a barrier opened for a rank without a valid lease",
+        patches=(
+            (barrier, "_all_leases_are_valid", lambda *_: True),
+            (leases, "end", _end_but_let_it_arrive),
+        ),
+    ),
+    Mutant(
+        name="stall of the store not forgiven",
+        caught_by="^9: a healthy member was declared lost",
+        patches=((Books, "absolve_stall", lambda *_: False),),
+    ),
+    Mutant(name="wall clock used for leases", caught_by="^1: ", parts=Parts(leases_by_wall_clock=True)),
+    Mutant(name="lease counted from receipt", caught_by="^1: ", parts=Parts(lease=CountsFromReceipt)),
+    Mutant(name="self-fence missing", caught_by="^1: ", parts=Parts(lease=NeverFencesItself)),
+    Mutant(name="clocks drift beyond the guard", caught_by="^1: ", faults=Faults(clock_drift=0.3)),
+    Mutant(name="next epoch before all are settled", caught_by="^1: ", parts=Parts(gang_core=DoesNotWait)),
+    Mutant(
+        name="replacement on the same machine",
+        caught_by="^5: a replacement is on the machine that it replaces",
+        parts=Parts(gang_core=AvoidsNothing),
+    ),
+    Mutant(
+        name="unclean machine given away",
+        caught_by="^6: a machine is given away on which something still runs",
+        parts=Parts(gang_core=AllIsClean),
+    ),
+    Mutant(
+        name="cancel turned into a restart",
+        caught_by="^4: a run that was cancelled begins an epoch",
+        parts=Parts(gang_core=ForgetsWishes),
+    ),
+    Mutant(
+        name="acted on before it is durable",
+        caught_by="^3: ",
+        parts=Parts(coordinator=ActsFirst),
+    ),
+    Mutant(
+        name="lost fsync", caught_by="^3: an epoch that was heard of", parts=Parts(coordinator=LosesWrites)
+    ),
+    Mutant(name="revoke skipped", caught_by="^[12]: ", parts=Parts(line=SkipsRevoke)),
+    Mutant(name="every store trusted", caught_by="^1: ", parts=Parts(trust=TrustsEveryStore)),
+    Mutant(
+        name="restart budget never charged",
+        caught_by="^7: more restarts in a row than any budget allows",
+        patches=((recovery, "_charge", _charge_nothing),),
+    ),
+    Mutant(name="blame without waiting", caught_by="^blame: ", patches=((blame, "judge", _first_heard),)),
+)
+
+
+def seeds_needed(mutant: Mutant, patch: Callable[[Any, str, Any], None]) -> int:
+    """How many seeds it takes to catch it. Raises AssertionError when 1,000 do not, or another invariant did."""
+    for target, name, broken in mutant.patches:
+        patch(target, name, broken)
+    for seed in range(SEEDS_MAX):
+        try:
+            World(seed, **shape_of(seed), faults=mutant.faults, parts=mutant.parts).run()
+        except Violation as violation:
+            assert re.search(mutant.caught_by, str(violation)), (
+                f"caught, but by another invariant: {violation}"
+            )
+            return seed + 1
+    raise AssertionError(f"{SEEDS_MAX} seeds, and nobody noticed: {mutant.name}")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.replace(" ", "-"))
+def test_a_broken_fence_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seeds_needed(mutant, monkeypatch.setattr) <= SEEDS_MAX
+
+
+def main() -> None:
+    """A table: which mutant was caught after how many seeds."""
+    for mutant in MUTANTS:
+        monkeypatch = pytest.MonkeyPatch()
+        try:
+            needed = f"{seeds_needed(mutant, monkeypatch.setattr):4} seeds"
+        except AssertionError as error:
+            needed = f"FAILED: {error}"
+        monkeypatch.undo()
+        print(f"{mutant.name:36} {needed}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
