@@ -209,6 +209,7 @@ class Ending(Assembling):
         member = self._current(event.incarnation)
         if member is None:
             return
+        member = self._beyond_barrier(member)  # there is something to kill: a command was started
         message = f"Rank {member.rank} on {member.machine} could not be fenced: {event.message}"
         self._settle(
             replace(member, ended_at=event.at),

@@ -234,7 +234,7 @@ class GangMachine(RuleBasedStateMachine):
         fails=st.booleans(),
     )
     def fence(self, place: int, reason: Reason | None, fails: bool) -> None:
-        me = self.pick(place)
+        me = self.pick(place, has_passed=fails)
         if me is None or (reason is None and me not in self.fencing):
             return
         if fails:
