@@ -72,9 +72,10 @@ class RayFleet:
         """Kept, so that they are not collected while they run; nobody waits for them."""
 
     async def machines(self) -> list[MachineFacts]:
-        if self._cordoned is None:
-            self._cordoned = await ask_ray(ray_notes.read_cordoned)
         nodes = (await self._nodes()).values()
+        if self._cordoned is None:
+            noted = await ask_ray(ray_notes.read_cordoned)
+            self._cordoned = noted | (self._cordoned or set())  # one may have been noted while we read
         return [_facts(node, is_cordoned=node["Labels"][MACHINE_LABEL] in self._cordoned) for node in nodes]
 
     async def _nodes(self) -> dict[MachineName, dict[str, Any]]:

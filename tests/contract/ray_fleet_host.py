@@ -18,6 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mesh.errors import MeshError
+from mesh.ids import MachineName, RunUid
+
 LINE_BYTES_MAX = 1 << 20
 NAMESPACE = "gangmesh"
 
@@ -37,7 +40,8 @@ class Host:
         self._state = state
         self._ray = ray_processes
         self._provider = provider
-        self._answers = sys.stdout.buffer
+        self._answers = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)  # Ray prints
         self._calls: dict[int, asyncio.Task[None]] = {}
         self.fleet = self._new_fleet()
 
@@ -64,16 +68,23 @@ class Host:
                 task.cancel()
         self.fleet = self._new_fleet()
 
+    async def ensure(self, count: int) -> None:
+        """So many machines are there and answer."""
+        await self._provider.grow(count)
+
     async def kill_machine(self, machine: str) -> None:
-        os.kill(self._pid(machine), signal.SIGKILL)
+        self._signal(machine, signal.SIGKILL)
 
     async def freeze_machine(self, machine: str) -> None:
-        os.kill(self._pid(machine), signal.SIGSTOP)
+        self._signal(machine, signal.SIGSTOP)
 
-    def _pid(self, machine: str) -> int:
+    async def thaw_machine(self, machine: str) -> None:
+        self._signal(machine, signal.SIGCONT)
+
+    def _signal(self, machine: str, number: signal.Signals) -> None:
         pid = self._ray.pid_of(machine)
         assert pid is not None
-        return int(pid)
+        os.kill(pid, number)
 
     async def machine_dir(self, machine: str) -> Path:
         return Path(self._state.machines) / machine
@@ -84,16 +95,18 @@ class Host:
 
     async def take_slot(self, machine: str) -> None:
         """Somebody else in the cluster takes the machine."""
-        from ray.util.placement_group import placement_group
+        await asyncio.to_thread(_take_slot, machine)
 
-        group = await asyncio.to_thread(
-            lambda: placement_group(
-                [{"gangmesh_slot": 1}],
-                name=f"theirs-{machine}",
-                bundle_label_selector=[{"gangmesh.machine": machine}],
-            )
-        )
-        assert await asyncio.to_thread(group.wait, 10)
+    async def free_slot(self, machine: str) -> None:
+        await asyncio.to_thread(_free_slot, machine)
+
+    async def reserve_half(self, uid: RunUid, reservation: int, machine: MachineName) -> None:
+        """As a coordinator that died in the middle left it."""
+        from coordinator import ray_groups
+        from coordinator.ray_commands import SLOT_RESOURCE
+
+        key = ray_groups.Key(uid, reservation)
+        await asyncio.to_thread(ray_groups.create_all, key, [machine], {SLOT_RESOURCE: 1})
 
     # ---- calls --------------------------------------------------------------------------------------
 
@@ -101,20 +114,26 @@ class Host:
         while line := await requests.readline():
             number, target, method, args, kwargs = decode(line)
             if method == "cancel":
-                self._calls[args[0]].cancel()
+                if (running := self._calls.get(args[0])) is not None:
+                    running.cancel()
                 continue
             who = self.fleet if target == "fleet" else self
             if method == "reserve":
                 kwargs["on_waiting"] = functools.partial(self._tell, number, "waiting")
             task = asyncio.create_task(self._call(number, getattr(who, method), args, kwargs))
             self._calls[number] = task
-            task.add_done_callback(lambda _, n=number: self._calls.pop(n, None))
+            task.add_done_callback(functools.partial(self._forget, number))
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        self._calls.pop(number, None)
 
     async def _call(self, number: int, method: Any, args: Any, kwargs: Any) -> None:
         try:
             self._tell(number, "done", await method(*args, **kwargs))
+        except MeshError as error:
+            self._tell(number, "failed", error)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, the test wants to know
-            self._tell(number, "failed", repr(error))
+            self._tell(number, "failed", RuntimeError(repr(error)))
 
     def _tell(self, number: int, kind: str, value: Any) -> None:
         self._answers.write(encode((number, kind, value)))
@@ -133,6 +152,23 @@ def _used_slots() -> dict[str, float]:
     }
 
 
+def _take_slot(machine: str) -> None:
+    from ray.util.placement_group import placement_group
+
+    group = placement_group(
+        [{"gangmesh_slot": 1}],
+        name=f"theirs-{machine}",
+        bundle_label_selector=[{"gangmesh.machine": machine}],
+    )
+    assert group.wait(10)
+
+
+def _free_slot(machine: str) -> None:
+    from ray.util.placement_group import get_placement_group, remove_placement_group
+
+    remove_placement_group(get_placement_group(f"theirs-{machine}"))
+
+
 async def main(state: Any, machines: int) -> None:
     import ray
 
@@ -141,15 +177,20 @@ async def main(state: Any, machines: int) -> None:
     from coordinator.ray_processes import RayProcesses
 
     owner = leftovers.Owner(deployment_id=state.deployment_id, state=state.path, head_pid=os.getpid())
+    losses: set[asyncio.Task[None]] = set()
+
+    def on_lost(name: str, code: int, tail: str) -> None:
+        losses.add(asyncio.ensure_future(provider.node_lost(name, tail)))
+
     processes = RayProcesses(
         folder=state.ray,
         sockets=state.make_socket_folder(),
         environment=dict(os.environ),
-        on_lost=lambda *_: None,
+        on_lost=on_lost,
     )
+    provider = LocalProvider(state=state, ray=processes, gpu=None)
     try:
         address = await processes.start_head()
-        provider = LocalProvider(state=state, ray=processes, gpu=None)
         await provider.begin(machines)
         await asyncio.to_thread(
             lambda: ray.init(

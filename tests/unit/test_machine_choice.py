@@ -1,0 +1,106 @@
+"""Who gets which machine: fairness, patience, replacements first, and what is taken."""
+
+from __future__ import annotations
+
+from coordinator.fleet import MachineFacts, Shape, why_waiting
+from coordinator.machine_choice import PATIENCE_S, Asked, choose, natural
+from mesh.ids import MachineName, RunUid
+
+
+def machine(name: str, *, gpus: int = 0, is_alive: bool = True, is_cordoned: bool = False) -> MachineFacts:
+    return MachineFacts(
+        name=MachineName(name), address="", labels={}, gpu_type="H100" if gpus else None, gpu_count=gpus,
+        is_alive=is_alive, is_cordoned=is_cordoned,
+    )  # fmt: skip
+
+
+def asked(uid: str, nodes: int, *, since: float = 0.0, gpus: int = 0, avoid: tuple[str, ...] = ()) -> Asked:
+    shape = Shape(
+        nodes=nodes, gpus_per_node=gpus, gpu_types=(), avoid=tuple(MachineName(name) for name in avoid)
+    )
+    return Asked(uid=RunUid(uid), reservation=1, shape=shape, since=since)
+
+
+def granted(
+    waiting: list[Asked],
+    machines: list[MachineFacts],
+    taken: dict[str, str] | None = None,
+    *,
+    shunned: tuple[str, ...] = (),
+    now: float = 1.0,
+) -> dict[str, list[str]]:
+    grants = choose(
+        waiting,
+        machines,
+        {MachineName(m): RunUid(uid) for m, uid in (taken or {}).items()},
+        shunned=frozenset(MachineName(name) for name in shunned),
+        now=now,
+    )
+    return {grant.asked.uid: [m.name for m in grant.machines] for grant in grants}
+
+
+THREE = [machine("m-1"), machine("m-2"), machine("m-3")]
+
+
+def test_who_came_first_is_served_first_and_all_or_nothing() -> None:
+    assert granted([asked("a", 2), asked("b", 2)], THREE) == {"a": ["m-1", "m-2"]}
+
+
+def test_who_fits_overtakes_who_does_not() -> None:
+    assert granted([asked("big", 4), asked("small", 1)], THREE) == {"small": ["m-1"]}
+    assert granted([asked("big", 3), asked("small", 1)], THREE, {"m-3": "x"}) == {"small": ["m-1"]}
+
+
+def test_after_its_patience_what_fits_a_big_gang_is_kept_for_it() -> None:
+    now = PATIENCE_S + 1
+    waiting = [asked("big", 3), asked("small", 1, since=now)]
+    assert granted(waiting, THREE, {"m-3": "x"}, now=now) == {}
+    assert granted(waiting, THREE, now=now) == {"big": ["m-1", "m-2", "m-3"]}
+
+
+def test_what_does_not_fit_the_patient_one_is_not_kept_for_it() -> None:
+    now = PATIENCE_S + 1
+    machines = [machine("cpu-1"), machine("gpu-1", gpus=8), machine("gpu-2", gpus=8)]
+    waiting = [asked("big", 2, gpus=8), asked("small", 1, since=now)]
+    assert granted(waiting, machines, {"gpu-2": "x"}, now=now) == {"small": ["cpu-1"]}
+
+
+def test_who_can_never_be_served_keeps_nothing() -> None:
+    now = PATIENCE_S + 1
+    assert granted([asked("huge", 9), asked("small", 1, since=now)], THREE, now=now) == {"small": ["m-1"]}
+
+
+def test_a_gang_that_stands_still_for_one_rank_goes_first() -> None:
+    waiting = [asked("new", 1), asked("held up", 1)]
+    assert granted(waiting, THREE[1:2], {"m-1": "held up"}) == {"held up": ["m-2"]}
+
+
+def test_a_machine_is_given_once_and_never_when_it_is_not_to_be_had() -> None:
+    machines = [
+        machine("dead", is_alive=False), machine("leaving", is_cordoned=True), machine("taken"),
+        machine("shunned"), machine("old"), machine("free"),
+    ]  # fmt: skip
+    waiting = [asked("a", 1, avoid=("old",)), asked("b", 1, avoid=("old",))]
+    assert granted(waiting, machines, {"taken": "x"}, shunned=("shunned",)) == {"a": ["free"]}
+
+
+def test_accelerators_are_not_given_to_who_needs_none_while_there_are_others() -> None:
+    machines = [machine("a", gpus=8), machine("b")]
+    assert granted([asked("plain", 1)], machines) == {"plain": ["b"]}
+    assert granted([asked("plain", 2)], machines) == {"plain": ["a", "b"]}
+
+
+def test_numbers_in_names_count_as_numbers() -> None:
+    names = ["local-10", "local-9", "a", "10.0.0.2", "local"]
+    assert sorted(names, key=natural) == ["a", "local", "local-9", "local-10", "10.0.0.2"]
+
+
+def test_a_run_that_waits_hears_who_has_what_and_what_is_coming() -> None:
+    shape = asked("a", 2, avoid=("m-2",)).shape
+    machines = [machine("m-1", is_alive=False), machine("m-2"), machine("m-3")]
+    waiting = why_waiting(shape, machines, {"m-1": "mine", "m-3": "theirs"}, coming=["m-4"])
+    assert waiting.why == (
+        "Waiting for 2 machines, all at once: m-1 lost; m-2 not for this rank; m-3 in use by theirs; m-4 is coming."
+    )
+    assert waiting.is_possible
+    assert not why_waiting(shape, machines, {}).is_possible
