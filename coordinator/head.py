@@ -75,6 +75,8 @@ class HeadSettings:
     """Where the head's own parts listen: loopback, or an address that machines elsewhere reach."""
     gpu: GpuShape | None = None
     db: str | None = None
+    checkpoints: str | None = None
+    """URL of the checkpoint store; None where none is kept."""
     user_environment: Mapping[str, str]
     """As the head found it: what the users' commands get."""
     ray_environment: Mapping[str, str]
@@ -217,6 +219,7 @@ class Head:
             "state": str(self._state.path),
             "db": self._settings.db or sqlite_url(self._state),
             "logs": logs,
+            "checkpoints": self._settings.checkpoints,
             "member": {
                 "machines_dir": str(self._state.machines),
                 "environment": dict(self._settings.user_environment),
