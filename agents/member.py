@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from agents.keeper_process import KeeperProcess
 from agents.launcher.base import LaunchSpec, lost_evidence
 from agents.launcher.launcher import LauncherHandle
 from agents.logs import LogShipper
+from agents.member_checkpoints import MemberCheckpoints, preparation_failed
 from agents.preparation import Folders, Preparation, prepare
 from mesh.contract import clean_base_environment, rank_environment
 from mesh.errors import ConflictError, MeshError, TransportError
 from mesh.ids import Incarnation
-from mesh.messages import FenceOrder, JoinOrder, MemberReport, MemberStatus, ProcessExit
+from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder, MemberReport, MemberStatus, ProcessExit
 from mesh.reasons import Reason
 
 INBOX_MAX = 256
@@ -89,6 +90,7 @@ class Member:
         self._driver: asyncio.Task[None] | None = None
         self._keeper: KeeperProcess | None = None
         self._preparation: Preparation | None = None
+        self._checkpoints: MemberCheckpoints | None = None
         self._warming: asyncio.Task[None] | None = None
         self._command_started = False
         self._launcher_lost = False
@@ -118,9 +120,17 @@ class Member:
         """Returns when the order is taken; MemberFenced is reported when it is done."""
         await self._inbox.put(ev.FenceOrdered(incarnation=order.incarnation, grace_s=order.grace_s))
 
+    async def about_part(self, order: CheckpointOrder) -> None:
+        """A question about a checkpoint's part, or word that one is lost."""
+        if self._checkpoints is not None:
+            self._checkpoints.about_part(order)
+
     async def status(self) -> MemberStatus | None:
         """How the member is; None while no order has come."""
-        return self._core.status()
+        status = self._core.status()
+        if status is None or self._checkpoints is None:
+            return status
+        return replace(status, facts={**status.facts, **self._checkpoints.facts})
 
     async def leave(self) -> None:
         """Ends everything that is left, at once; returns when it is done."""
@@ -148,6 +158,7 @@ class Member:
         if self._keeper is not None:
             await self._keeper.close()
         await self._close_launcher()
+        await self._close_checkpoints()
         if self._preparation is not None:
             await asyncio.to_thread(self._preparation.release, keep_output=True)
 
@@ -230,7 +241,7 @@ class Member:
                 _log.warning("Killing everything of %s: %s", me, effect.why)
                 self._spawn("kill", self._kill(me))
             case do.HandOverLogs():
-                self._spawn("hand over logs", self._hand_over_logs(me))
+                self._spawn("hand over", self._hand_over(me))
             case do.SendReport():
                 self._spawn("report", self._report(effect))
             case do.FreeResources():
@@ -271,12 +282,14 @@ class Member:
                 machine_dir=self._config.machine_dir,
                 address=self._config.address,
             )
-        except MeshError as error:
-            self._tell(
-                ev.PreparationFailed(incarnation=effect.incarnation, reason=error.reason, message=str(error))
+            self._preparation = preparation
+            self._checkpoints = MemberCheckpoints(
+                effect.order, machine_dir=self._config.machine_dir, send_report=self._send_report
             )
+            await self._checkpoints.restore()
+        except MeshError as error:
+            self._tell(preparation_failed(effect.incarnation, error))
             return
-        self._preparation = preparation
         self._tell(ev.Prepared(incarnation=effect.incarnation, arrival=preparation.arrival))
 
     async def _arrive(self, effect: do.ArriveAtBarrier) -> None:
@@ -290,6 +303,8 @@ class Member:
         self._tell(ev.BarrierOpened(incarnation=effect.incarnation, arrivals=arrivals))
 
     def _abandon_preparation(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.call_off()
         for task in self._preparing:
             task.cancel()
         self._preparing.clear()
@@ -311,6 +326,8 @@ class Member:
             while True:
                 event = await self._launcher.next_event()
                 self._command_started |= isinstance(event, ev.CommandStarted)
+                if self._checkpoints is not None:
+                    self._checkpoints.note(event)
                 self._tell(event)
                 if isinstance(event, (ev.TreeEmpty, ev.CommandStartFailed)):
                     return
@@ -329,7 +346,7 @@ class Member:
             transport=order.transport,
             state_dir=str(folders.state),
             interface=machine.interface_for(self._config.address),
-            restore_uri=order.restore_uri,
+            restore_uri=None if order.restore is None else order.restore.uri,
         )
         working_dir = plan.working_dir or str(folders.state)
         base = clean_base_environment(self._config.base_environment)
@@ -362,6 +379,8 @@ class Member:
                 )
             )
             return
+        if self._checkpoints is not None:
+            self._checkpoints.command_ended(ok=False)
         self._tell(ev.CommandExited(incarnation=incarnation, exit=ProcessExit(signal=9)))
         self._tell(ev.TreeEmpty(incarnation=incarnation, evidence=lost_evidence(why)))
 
@@ -405,6 +424,19 @@ class Member:
 
     # --- the end --------------------------------------------------------------------------------
 
+    async def _hand_over(self, incarnation: Incarnation) -> None:
+        """The logs, and the last part of a checkpoint."""
+        checkpoints = self._checkpoints
+        parts = [] if checkpoints is None else [self._spawn("hand over checkpoint", self._hand_over_part())]
+        await self._hand_over_logs(incarnation)
+        if parts:
+            await asyncio.wait(parts)
+        self._tell(ev.LogsHandedOver(incarnation=incarnation))
+
+    async def _hand_over_part(self) -> None:
+        assert self._checkpoints is not None
+        await self._checkpoints.hand_over(was_killed=self._core.state.kills > 0)
+
     async def _hand_over_logs(self, incarnation: Incarnation) -> None:
         if self._launcher_lost:
             self._logs_delivered = await self._ship_from_here(incarnation)
@@ -413,7 +445,6 @@ class Member:
                 self._logs_delivered = await self._launcher.hand_over_logs(stall_s=LOGS_STALL_S)
             except TransportError:
                 self._logs_delivered = await self._ship_from_here(incarnation)
-        self._tell(ev.LogsHandedOver(incarnation=incarnation))
 
     async def _ship_from_here(self, incarnation: Incarnation) -> bool:
         """The launcher, whose work this was, is gone; the spool is on this machine's disk."""
@@ -440,10 +471,15 @@ class Member:
 
     async def _free_resources(self) -> None:
         await self._close_launcher()
+        await self._close_checkpoints()
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             keep = self._core.state.launched and not self._logs_delivered
             await asyncio.to_thread(preparation.release, keep_output=keep)
+
+    async def _close_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            await self._checkpoints.close()
 
     async def _close_launcher(self) -> None:
         try:

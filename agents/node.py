@@ -20,6 +20,7 @@ from mesh.errors import TransportError
 from mesh.messages import (
     COORDINATOR_NAME,
     RAY_NAMESPACE,
+    CheckpointOrder,
     FenceOrder,
     JoinOrder,
     MemberReport,
@@ -59,6 +60,9 @@ class MemberNodeActor:
     async def fence(self, order: FenceOrder) -> None:
         self._start()
         await self._member.fence(order)
+
+    async def about_part(self, order: CheckpointOrder) -> None:
+        await self._member.about_part(order)
 
     async def status(self) -> MemberStatus | None:
         return await self._member.status()

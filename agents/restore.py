@@ -15,17 +15,19 @@ Rules of this file:
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from agents.core.checkpoint_names import shown
 from agents.state_look import file_entry
@@ -39,7 +41,7 @@ from mesh.checkpoint_format import (
     RestoreReference,
     blob_key,
 )
-from mesh.errors import CheckpointError, CheckpointStoreError, MeshError, StorageError
+from mesh.errors import CheckpointError, CheckpointStoreError, MeshError, MeshTimeoutError, StorageError
 from mesh.ids import Epoch, Rank, RunUid
 from mesh.reasons import Reason
 
@@ -47,6 +49,7 @@ FILES_AT_ONCE = 4
 CHUNK_BYTES = 1 << 20
 STORE_PATIENCE_S = 120.0
 """How long a store that does not work is tried before the preparation fails."""
+LOCK_LOOK_S = 0.05
 WHOLE_MODE = 0o700
 
 T = TypeVar("T")
@@ -63,6 +66,14 @@ class Restored:
     aside: Path | None = None
     hashes: Hashes = field(default_factory=Hashes)
     """Of the files that are there now: the first part of the new epoch need not read them again."""
+
+    @property
+    def words(self) -> str:
+        """For a log."""
+        return (
+            f"{self.files_kept} files were right, {self.files_fetched} fetched ({self.bytes_fetched} bytes), "
+            f"{self.moved_aside} moved aside."
+        )
 
 
 def restore(
@@ -96,7 +107,8 @@ def restore(
         patience_s=patience_s,
     )
     try:
-        return restoring.run_all()
+        with restoring.alone():
+            return restoring.run_all()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         place = shown(os.fsdecode(error.filename)) if error.filename else str(state_dir)
@@ -106,8 +118,6 @@ def restore(
             reason=Reason.STORAGE_FULL if full else Reason.STATE_NOT_WRITABLE,
             path=place,
         ) from error
-    finally:
-        shutil.rmtree(restoring.work_dir, ignore_errors=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,14 +142,33 @@ class _Restoring:
     def aside_dir(self) -> Path:
         return self.state_dir.with_name("uncommitted") / str(self.epoch)
 
-    def run_all(self) -> Restored:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits for a restore of an earlier epoch that was called off and has not let go yet."""
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        deadline = time.monotonic() + self.patience_s
+        with self.state_dir.with_name("restore.lock").open("wb") as lock:
+            while not _is_locked(lock):
+                self._check_stop()
+                if time.monotonic() >= deadline:
+                    raise MeshTimeoutError(
+                        f"An earlier restore of rank {self.rank} has not let go of its state directory.",
+                        timeout_s=self.patience_s,
+                    )
+                self.stop.wait(LOCK_LOOK_S)
+            try:
+                yield
+            finally:
+                shutil.rmtree(self.work_dir, ignore_errors=True)
+
+    def run_all(self) -> Restored:
         wanted = {file.path: file for file in self._wanted()}
         shutil.rmtree(self.work_dir, ignore_errors=True)
         self.work_dir.mkdir(mode=0o700)
         files = [file for file in wanted.values() if file.kind is FileKind.FILE]
         self.right = {file.path for file in files if self._is_right(file)}
         places = self._fetch([file for file in files if file.path not in self.right])
+        self._check_stop()
         self._move_others_aside(wanted)
         self._put_in_place(wanted, places)
         return self.done
@@ -305,6 +334,14 @@ class _Restoring:
                 shutil.copyfile(source, target)
         target.chmod(file.mode)
         self.done.hashes.note(file_entry(file.path, target.lstat()), file.sha256)
+
+
+def _is_locked(lock: BinaryIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _everything(folder: Path) -> list[str]:

@@ -78,6 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="ranks may be harmed on purpose (mesh chaos), with --address too",
     )
     serve.add_argument(
+        "--checkpoints",
+        metavar="URL",
+        help="where gang checkpoints are kept, any store that fsspec knows; every machine has to reach it (default: "
+        "$GANGMESH_CHECKPOINTS, else a folder beside the state of a deployment on this host, none with --address)",
+    )
+    serve.add_argument(
         "--ready-fd",
         metavar="FD",
         type=int,
@@ -160,7 +166,7 @@ def _serve_claimed(
     from coordinator.deployment import MACHINES_MAX, GpuShape
     from coordinator.listen import bind, checked_address, listen_default, parse_listen, url_of
     from coordinator.ray_commands import LOOPBACK
-    from mesh.deployment import DB_VARIABLE
+    from mesh.deployment import CHECKPOINTS_VARIABLE, DB_VARIABLE
 
     machines, address = _checked_machines(options.machines, MACHINES_MAX), LOOPBACK
     if options.address is not None:
@@ -178,6 +184,10 @@ def _serve_claimed(
         log.open()
     become_subreaper()
     state.prepare()
+    checkpoints = _checkpoints_url(
+        options.checkpoints or original.get(CHECKPOINTS_VARIABLE),
+        default=f"file://{state.checkpoints}" if address == LOOPBACK else None,
+    )
     os.chdir(state.ray)  # Ray puts the driver's folder on its workers' path: let it be one without packages
 
     source = ray_environment.source_folder()
@@ -202,6 +212,7 @@ def _serve_claimed(
         gpu=gpu,
         db=db,
         allows_chaos=options.allow_chaos,
+        checkpoints=checkpoints,
         user_environment=ray_environment.user_environment(original, source=source),
         ray_environment=clean,
     )
@@ -211,6 +222,17 @@ def _serve_claimed(
     if outcome is not Outcome.RESTART:
         return None
     return _next_life(given, url, original)
+
+
+def _checkpoints_url(given: str | None, *, default: str | None) -> str | None:
+    """What was asked for is tried before anything else is started. Raises CheckpointStoreError."""
+    if not given:
+        return default
+    from coordinator.checkpoint_store import CheckpointStore
+
+    store = CheckpointStore(given)
+    store.check_now()
+    return store.url
 
 
 def _checked_machines(given: int | None, largest: int) -> int:

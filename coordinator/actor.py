@@ -17,6 +17,7 @@ from typing import Any, cast
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from coordinator.checkpoint_store import CheckpointStore
 from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
 from coordinator.journal import SqlJournal
@@ -61,7 +62,8 @@ class CoordinatorActor:
 
     Args:
         config: `db` (URL), `namespace`, `store_admin`, `store_member`, `logs` (Endpoints), `member` (what each
-            MemberNode is constructed with), `deployment` (facts for status).
+            MemberNode is constructed with), `checkpoints` (URL of their store, optional), `deployment`
+            (facts for status).
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -74,12 +76,14 @@ class CoordinatorActor:
         )
         self._store = StoreLink(config["store_admin"], on_new_store=self._warm_head)
         self._warming: asyncio.Task[None] | None = None
+        checkpoints = config.get("checkpoints")
         self._coordinator = Coordinator(
             journal=SqlJournal(config["db"]),
             fleet=self._fleet,
             store=self._store,
             join_order=self._join_order,
             deployment=config["deployment"],
+            checkpoints=None if checkpoints is None else CheckpointStore(checkpoints),
         )
         self._started = asyncio.ensure_future(self._start())
 
@@ -112,6 +116,9 @@ class CoordinatorActor:
             store=cast(Endpoint, self._config["store_member"]),
             logs=cast(Endpoint, self._config["logs"]),
             transport=Transport.PRIVATE,
+            checkpoints=self._config.get("checkpoints"),
+            is_clean_start=effect.is_clean_start,
+            restore=effect.restore,
         )
 
     async def ping(self) -> bool:

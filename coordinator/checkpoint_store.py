@@ -94,7 +94,7 @@ class CheckpointStore:
 
     async def check(self) -> None:
         """Writes, reads and removes a small object. Raises CheckpointStoreError when that is not possible."""
-        await asyncio.to_thread(self._check)
+        await asyncio.to_thread(self.check_now)
 
     async def commit(self, run: RunUid, wish: CommitCheckpoint) -> Written | Lacking:
         """Rules 1 and 2. Raises CheckpointStoreError when the store does not work; try again then."""
@@ -114,7 +114,8 @@ class CheckpointStore:
 
     # ---- in threads --------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def check_now(self) -> None:
+        """`check`, blocking."""
         key = f"checks/{secrets.token_hex(8)}"
         self._blobs.create_bytes(key, b"gangmesh")
         self._blobs.get_bytes(key, bytes_max=64)

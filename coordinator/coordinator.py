@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from coordinator import view
+from coordinator.checkpoint_store import CheckpointStore
 from coordinator.core.effects import OrderMember
 from coordinator.core.events import (
     CancelRequested,
@@ -32,7 +33,7 @@ from coordinator.fleet import Fleet, MachineFacts
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
 from coordinator.rehearsal import harm_order, harm_resource
-from mesh.errors import ConflictError, NotFoundError, StorageError
+from mesh.errors import ConflictError, MeshError, NotFoundError, StorageError
 from mesh.ids import MachineName, Rank, RunUid, new_run_uid, new_token
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
@@ -46,6 +47,9 @@ EVENTS_PAGE_MAX = 1_000
 STOP_TIMEOUT_S = 5.0
 GIVE_BACK_LIMIT_S = 5.0
 """How long a delete waits for the machines of a run that has just ended."""
+
+FORGET_CHECKPOINTS_S = 10.0
+"""How long a delete waits for the checkpoint store."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +71,10 @@ class Coordinator:
         store: StoreControl,
         join_order: Callable[[RunPlan, OrderMember], JoinOrder],
         deployment: Mapping[str, Any],
+        checkpoints: CheckpointStore | None = None,
         now: Callable[[], Now] = real_now,
     ) -> None:
+        self._checkpoints = checkpoints
         self._journal = journal
         self._fleet = fleet
         self._store = store
@@ -118,6 +124,7 @@ class Coordinator:
             store=self._store,
             join_order=lambda core, effect: self._join_order(core.gang.plan, effect),
             on_events=self._tell_news,
+            checkpoints=self._checkpoints,
             now=self._now,
         )
         self._drivers[gang.uid] = driver
@@ -266,6 +273,18 @@ class Coordinator:
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
             await self._fleet.forget_run(driver.uid)
+            await self._forget_checkpoints(driver.uid)
+
+    async def _forget_checkpoints(self, uid: RunUid) -> None:
+        if self._checkpoints is None:
+            return
+        try:
+            async with asyncio.timeout(FORGET_CHECKPOINTS_S):
+                await self._checkpoints.delete_run(uid)
+        except (MeshError, TimeoutError) as error:
+            _log.warning(
+                "the checkpoints of run %s may still be in %s: %s", uid, self._checkpoints.url, error
+            )
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""

@@ -111,6 +111,7 @@ class StateFolder:
         self.ray = path / "ray"
         self.machines = path / "machines"
         self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
         self.head_log = path / "head.log"
         self._outside_note = path / "outside"
         self._inventory = path / "machines.json"

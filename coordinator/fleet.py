@@ -18,7 +18,7 @@ from agents.chaos import HarmOrder
 from coordinator.core.events import Placement
 from mesh.errors import PlacementError
 from mesh.ids import Incarnation, MachineName, RunUid
-from mesh.messages import FenceOrder, JoinOrder
+from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,10 @@ class Fleet(Protocol):
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         """Brings the member to life (or finds it) and hands it the order. Raises MemberGoneError."""
+        ...
+
+    async def tell_about_part(self, order: CheckpointOrder) -> None:
+        """Hands it to the member. Raises MemberGoneError."""
         ...
 
     async def fence(self, order: FenceOrder) -> None:

@@ -15,9 +15,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, assert_never
 
+from coordinator.checkpoint_store import CheckpointStore, Lacking
+from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.effects import (
     Announcement,
     CloseBarrier,
@@ -31,10 +34,13 @@ from coordinator.core.effects import (
     ReleaseMachine,
     ReserveMachines,
     RevokeMember,
+    TellAboutPart,
     WithdrawReservation,
 )
 from coordinator.core.events import (
     BarrierClosed,
+    CheckpointLacking,
+    CheckpointWritten,
     GangEvent,
     MachineReleased,
     MachinesReserved,
@@ -50,7 +56,7 @@ from coordinator.fleet import Fleet, MemberGoneError, Shape, Waiting
 from coordinator.journal import Journal
 from mesh.errors import MeshError, StorageError, TransportError
 from mesh.ids import Epoch, Incarnation, RunUid
-from mesh.messages import FenceOrder, JoinOrder
+from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 INBOX_MAX = 1024
 RETRY_FIRST_S = 0.1
@@ -99,6 +105,7 @@ class GangDriver:
         core: the gang's core.
         join_order: fills in what every member of this deployment is told besides its plan.
         on_events: called after announcements became durable.
+        checkpoints: where members keep theirs; None where none are kept, and then nobody wishes for one.
     """
 
     def __init__(
@@ -110,9 +117,11 @@ class GangDriver:
         store: StoreControl,
         join_order: Callable[[GangCore, OrderMember], JoinOrder],
         on_events: Callable[[], None],
+        checkpoints: CheckpointStore | None = None,
         now: Callable[[], Now] = real_now,
     ) -> None:
         self.core = core
+        self._checkpoints = checkpoints
         self._journal = journal
         self._fleet = fleet
         self._store = store
@@ -251,9 +260,12 @@ class GangDriver:
                 self._start(("revoke", effect.incarnation), self._revoke(effect))
             case FenceMember():
                 self._start(("fence", effect.incarnation), self._fence(effect))
+            case TellAboutPart() | CommitCheckpoint() | CleanCheckpointStore():
+                self._perform_checkpoint(effect)
             case DismissMember():
                 self._stop(("order", effect.incarnation))
                 self._stop(("fence", effect.incarnation))
+                self._stop(("part", effect.incarnation))
                 self._start(
                     ("dismiss", effect.incarnation),
                     _persist_in(lambda: self._fleet.dismiss(effect.incarnation)),
@@ -268,6 +280,40 @@ class GangDriver:
                 raise AssertionError("handled before")
             case _:
                 assert_never(effect)
+
+    def _perform_checkpoint(self, effect: TellAboutPart | CommitCheckpoint | CleanCheckpointStore) -> None:
+        store = self._checkpoints
+        match effect:
+            case TellAboutPart():
+                self._stop(("part", effect.incarnation))  # only the newest question counts
+                self._start(("part", effect.incarnation), self._tell_about_part(effect))
+            case CommitCheckpoint() if store is not None:
+                for key in [key for key in self._tasks if key[0] == "commit" and key[1] != effect.number]:
+                    self._stop(key)  # of an epoch that is over
+                self._start(("commit", effect.number), self._commit(store, effect))
+            case CleanCheckpointStore() if store is not None:
+                self._stop(("clean", "checkpoints"))
+                self._start(
+                    ("clean", "checkpoints"), _persist_in(lambda: _discard(store.clean(self.uid, effect)))
+                )
+
+    async def _tell_about_part(self, effect: TellAboutPart) -> None:
+        order = CheckpointOrder(
+            incarnation=effect.incarnation, digest=effect.digest, question=effect.question
+        )
+        with suppress(MemberGoneError):  # its lease will tell
+            await _insist(lambda: self._fleet.tell_about_part(order))
+
+    async def _commit(self, store: CheckpointStore, wish: CommitCheckpoint) -> None:
+        done = await _insist(lambda: store.commit(self.uid, wish))
+        event: GangEvent
+        if isinstance(done, Lacking):
+            event = CheckpointLacking(number=wish.number, parts=done.parts, message=done.message)
+        else:
+            event = CheckpointWritten(
+                number=wish.number, uri=done.uri, size_bytes=done.size_bytes, created_at=done.created_at
+            )
+        await self._inbox.put(_Letter(event))
 
     def _start(self, key: tuple[Any, ...], work: Coroutine[Any, Any, None]) -> None:
         """The one maker of background tasks here: named, guarded, one per key."""
@@ -383,6 +429,10 @@ async def _insist(call: Callable[[], Awaitable[T]]) -> T:
             _log.warning("trying again in %.1f s: %s", delay_s, error, exc_info=None if may_pass else error)
         await asyncio.sleep(delay_s)
     raise AssertionError("the delays are endless")
+
+
+async def _discard(call: Awaitable[object]) -> None:
+    await call
 
 
 async def _persist_in(call: Callable[[], Awaitable[None]]) -> None:

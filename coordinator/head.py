@@ -78,6 +78,8 @@ class HeadSettings:
     db: str | None = None
     allows_chaos: bool = False
     """Ranks may be harmed on purpose here though machines join from elsewhere; where they are simulated they may."""
+    checkpoints: str | None = None
+    """URL of the checkpoint store; None where none is kept."""
     user_environment: Mapping[str, str]
     """As the head found it: what the users' commands get."""
     ray_environment: Mapping[str, str]
@@ -220,6 +222,7 @@ class Head:
             "state": str(self._state.path),
             "db": self._settings.db or sqlite_url(self._state),
             "logs": logs,
+            "checkpoints": self._settings.checkpoints,
             "member": {
                 "machines_dir": str(self._state.machines),
                 "environment": dict(self._settings.user_environment),

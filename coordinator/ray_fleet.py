@@ -38,7 +38,7 @@ from coordinator.ray_reservations import RayReservations
 from coordinator.warm_workers import warm
 from mesh.errors import MeshTimeoutError, NotFoundError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
-from mesh.messages import FenceOrder, JoinOrder
+from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 MEMBER_CALL_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
@@ -208,6 +208,10 @@ class RayFleet:
     async def fence(self, order: FenceOrder) -> None:
         handle = await self._member(order.incarnation)
         await _call(handle.fence.remote(order), f"rank {order.incarnation.rank}")
+
+    async def tell_about_part(self, order: CheckpointOrder) -> None:
+        handle = await self._member(order.incarnation)
+        await _call(handle.about_part.remote(order), f"rank {order.incarnation.rank}")
 
     async def dismiss(self, incarnation: Incarnation) -> None:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mesh.checkpoint_format import RestoreReference
 from mesh.exits import describe_exit, signal_behind
 from mesh.ids import Incarnation, MachineName
 from mesh.plan import Endpoint, RunPlan
@@ -41,7 +42,12 @@ class JoinOrder:
     lease_ttl_s: float = LEASE_TTL_S
     lease_guard_s: float = LEASE_GUARD_S
     heartbeat_s: float = HEARTBEAT_S
-    restore_uri: str | None = None
+    checkpoints: str | None = None
+    """URL of the checkpoint store; None where none is kept."""
+    is_clean_start: bool = False
+    """The state directory becomes exactly what `restore` says, empty without one. False before a command has ever run:
+    then it is left as it is."""
+    restore: RestoreReference | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,15 @@ class FenceOrder:
 
     incarnation: Incarnation
     grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOrder:
+    """About a part that this member has stored: is the directory still that, or, without a question: it is lost."""
+
+    incarnation: Incarnation
+    digest: str
+    question: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +152,8 @@ class MemberPreparationFailed(MemberReport):
 
     reason: Reason
     message: str
+    damaged_checkpoint: int | None = None
+    """The number of the checkpoint that cannot be restored: then it is not the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +199,34 @@ class MemberFenceFailed(MemberReport):
 
     message: str
     pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPartStored(MemberReport):
+    """A part of a gang checkpoint, a snapshot of the rank's state directory, is in the store."""
+
+    number: int
+    """Of this incarnation's parts: a later one is newer."""
+    digest: str
+    steps: tuple[int, ...]
+    files: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPartAnswered(MemberReport):
+    """The answer to a CheckpointOrder's question."""
+
+    question: int
+    digest: str
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTroubled(MemberReport):
+    """Something keeps this rank's checkpoints back; the run goes on."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

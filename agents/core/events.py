@@ -105,6 +105,8 @@ class PreparationFailed(MemberEvent):
 
     reason: Reason
     message: str
+    damaged_checkpoint: int | None = None
+    """The number of a checkpoint that cannot be restored: then it is not the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

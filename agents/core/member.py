@@ -208,13 +208,15 @@ class Member:
 
     def _on_preparation_failed(self, event: ev.PreparationFailed, now: float) -> None:
         if self.state.phase is Phase.PREPARING:
-            self._refuse(event.reason, event.message, now)
+            self._refuse(event.reason, event.message, now, damaged_checkpoint=event.damaged_checkpoint)
 
     def _on_barrier_refused(self, event: ev.BarrierRefused, now: float) -> None:
         if self.state.phase is Phase.ARRIVED:
             self._refuse(event.reason, event.message, now)
 
-    def _refuse(self, reason: Reason, message: str, now: float) -> None:
+    def _refuse(
+        self, reason: Reason, message: str, now: float, *, damaged_checkpoint: int | None = None
+    ) -> None:
         """The member cannot take part: it fences itself when its epoch is over, else says why and waits."""
         incarnation = self._incarnation()
         if reason is Reason.STALE_EPOCH:
@@ -226,7 +228,11 @@ class Member:
         self._do(do.AbandonPreparation(incarnation=incarnation))
         self._report(
             MemberPreparationFailed(
-                incarnation=incarnation, at=self._wall(now), reason=reason, message=message
+                incarnation=incarnation,
+                at=self._wall(now),
+                reason=reason,
+                message=message,
+                damaged_checkpoint=damaged_checkpoint,
             ),
             now,
         )

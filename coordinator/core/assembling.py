@@ -79,6 +79,7 @@ class Assembling(Seats):
         self._due.assembly = self._now.mono + gang.plan.startup_timeout_s
         seats = gang.seats
         kept = tuple(r for r in sorted(seats) if had.get(r) == seats[r].machine)
+        self._begin_checkpoints()
         checkpoint = gang.checkpoint
         gang.history.append(
             Chapter(
@@ -133,6 +134,8 @@ class Assembling(Seats):
             incarnation=member.incarnation,
             machine=member.machine,
             reservation=self.gang.seats[member.rank].reservation,
+            is_clean_start=self.gang.may_have_run,
+            restore=self.gang.checkpoints.reference(),
         )
 
     # ---- machines come ----------------------------------------------------------------------------
@@ -200,8 +203,17 @@ class Assembling(Seats):
 
     def _on_member_preparation_failed(self, event: MemberPreparationFailed) -> None:
         member = self._current(event.incarnation)
-        if member is not None and self.gang.outcome is None:
-            message = f"Rank {member.rank} could not be prepared: {event.message}"
+        if member is None or self.gang.outcome is not None:
+            return
+        message = f"Rank {member.rank} could not be prepared: {event.message}"
+        number = event.damaged_checkpoint
+        if number is not None and self._note_damage(member, number, event.message):
+            self._decide(
+                Outcome(
+                    kind=OutcomeKind.RETRY_ASSEMBLY, reason=Reason.CHECKPOINT_CORRUPT, message=event.message
+                )
+            )
+        else:
             self._give_up(member, event.reason, message)
 
     def _on_member_vanished(self, event: MemberVanished) -> None:
@@ -303,7 +315,7 @@ class Assembling(Seats):
 
     def _note_open_flag(self) -> None:
         if not self.gang.barrier_open:
-            self.gang.barrier_open = True
+            self.gang.barrier_open = self.gang.may_have_run = True
             self._dirty = True
             self._tell_chapter(opened_at=self._now.wall)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
+from mesh.checkpoint_format import RestoreReference
 from mesh.ids import Epoch, Incarnation, MachineName, Rank
 from mesh.reasons import Reason
 
@@ -92,6 +94,18 @@ class OrderMember:
     incarnation: Incarnation
     machine: MachineName
     reservation: int
+    is_clean_start: bool = False
+    """A command of the run has run before: the state directory becomes what `restore` says."""
+    restore: RestoreReference | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellAboutPart:
+    """Ask a member whether its state directory still is this part; without a question: the store has lost it."""
+
+    incarnation: Incarnation
+    digest: str
+    question: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +145,9 @@ GangEffect = (
     | OpenEpoch
     | CloseBarrier
     | OrderMember
+    | TellAboutPart
+    | CommitCheckpoint
+    | CleanCheckpointStore
     | RevokeMember
     | FenceMember
     | DismissMember

@@ -145,6 +145,25 @@ class MemberRevoked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten:
+    """The manifest of a checkpoint that was wished for is in the store."""
+
+    number: int
+    uri: str
+    size_bytes: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLacking:
+    """It is not, and will not be: the store lacks something of these parts (digests; empty: it was not the parts)."""
+
+    number: int
+    parts: tuple[str, ...]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
     """Somebody wants the run to end."""
 
@@ -198,6 +217,8 @@ GangEvent = (
     | MemberSuspected
     | MemberVanished
     | MemberRevoked
+    | CheckpointWritten
+    | CheckpointLacking
     | CancelRequested
     | SuspendRequested
     | ResumeRequested

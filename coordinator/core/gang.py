@@ -8,8 +8,8 @@ is closed, every member is fenced, and when each is proven unable to act (`Settl
 effect: a terminal state, a suspension, another try to assemble, or the next epoch, in which the ranks that were not
 lost have the machines that they had.
 
-The rooms: `gang_base`, `seats` (machines), `assembling`, `ending`, and this one (what users want, what comes after an
-epoch, crashes). `blame` names causes, `recovery` keeps the budgets.
+The rooms: `gang_base`, `saving` (checkpoints), `seats` (machines), `assembling`, `ending`, and this one (what users
+want, what comes after an epoch, crashes). `blame` names causes, `recovery` keeps the budgets.
 
 Rules of the whole:
 1. `handle(event, now)` is total: nothing that a peer, a machine or a user does raises.
@@ -33,6 +33,8 @@ from coordinator.core.events import (
     BarrierClosed,
     BarrierOpened,
     CancelRequested,
+    CheckpointLacking,
+    CheckpointWritten,
     CoordinatorRecovered,
     FaultRehearsed,
     GangEvent,
@@ -63,6 +65,9 @@ from coordinator.core.gang_state import (
 from coordinator.core.invariants import check_invariants
 from mesh.ids import IncarnationToken, Rank
 from mesh.messages import (
+    CheckpointPartAnswered,
+    CheckpointPartStored,
+    CheckpointTroubled,
     MemberArrived,
     MemberExited,
     MemberFenced,
@@ -141,6 +146,10 @@ class GangCore(Ending):
             due.backoff = None
             self._dirty = True
             self._begin_if_seated()
+        if due.commit is not None and now >= due.commit:
+            self.gang.checkpoints.wish = None
+            due.commit = None
+            self._dirty = True
         if due.healthy is not None and now >= due.healthy:
             due.healthy = None
             self._earn_back()
@@ -237,6 +246,8 @@ class GangCore(Ending):
             return
         if gang.state is RunState.FENCING and not gang.barrier_closed and not gang.barrier_open:
             return  # a rank without a member could still be let in
+        if gang.outcome.kind in _GOES_ON and self._awaits_commit():
+            return
         self._effects.extend(DismissMember(incarnation=m.incarnation) for m in gang.members.values())
         self._tell_chapter(ended_at=self._now.wall)
         match gang.outcome.kind:
@@ -311,11 +322,31 @@ class GangCore(Ending):
             self._end(end)
             return
         outcome, gang.outcome = gang.outcome, None
+        if outcome.reason is Reason.CHECKPOINT_CORRUPT:
+            self._assemble_from_earlier()
+            return
         self._enter(RunState.PENDING)
         gang.reason = outcome.reason
         gang.message = f"Assembling again: {outcome.message}"
         self._vacate_all(unclean=self._unclean_ranks())
         self._want(Rank(r) for r in range(gang.plan.nodes))
+
+    def _assemble_from_earlier(self) -> None:
+        """The checkpoint was damaged: again, on the same machines, from the one before."""
+        gang = self.gang
+        gang.assemblies -= 1  # it was not the assembly's fault, and there are only so many checkpoints
+        avoid = []
+        for rank, member in list(gang.members.items()):
+            is_lost = member.settlement is Settlement.LEASE_LAPSED
+            if is_lost or member.machine in gang.reclaimed:
+                machine = self._vacate(rank, is_clean=not is_lost)
+                avoid += [] if machine is None else [machine]
+        if gang.seats:
+            self._begin_epoch()
+        else:
+            self._enter(RunState.PENDING)
+        if vacant := self._unasked_vacant():
+            self._want(vacant, avoid=avoid)
 
     def _unclean_ranks(self) -> frozenset[Rank]:
         """Ranks on whose machines something may still run."""
@@ -339,6 +370,10 @@ class GangCore(Ending):
         """Asks again for everything that may not have happened; all of it is idempotent."""
         gang = self.gang
         self._ask_again_for_machines()
+        if gang.checkpoints.wish is not None or not gang.state.is_terminal:
+            again = gang.checkpoints.recovered()
+            self._dirty = self._dirty or bool(again)
+            self._save(again)
         if gang.state.is_terminal or gang.state is RunState.SUSPENDED:
             if not gang.is_released:
                 self._effects.extend(DismissMember(incarnation=m.incarnation) for m in gang.members.values())
@@ -400,5 +435,10 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     TimePassed: GangCore._on_time_passed,
     MemberFenced: GangCore._on_member_fenced,
     MemberFenceFailed: GangCore._on_member_fence_failed,
+    CheckpointPartStored: GangCore._on_checkpoint_part_stored,
+    CheckpointPartAnswered: GangCore._on_checkpoint_part_answered,
+    CheckpointTroubled: GangCore._on_checkpoint_troubled,
+    CheckpointWritten: GangCore._on_checkpoint_written,
+    CheckpointLacking: GangCore._on_checkpoint_lacking,
     CoordinatorRecovered: GangCore._on_coordinator_recovered,
 }

@@ -1,8 +1,8 @@
 """What every room of the gang's core stands on: the one door for state, the gate, the story, the fence.
 
 `coordinator.core.gang` describes the whole and lists its rules. The rooms stand on each other in this order:
-`gang_base` → `seats` (machines) → `assembling` (until every command runs) → `ending` (until every member is
-accounted for) → `gang` (what users want, what comes after an epoch, crashes).
+`gang_base` → `saving` (checkpoints) → `seats` (machines) → `assembling` (until every command runs) → `ending` (until
+every member is accounted for) → `gang` (what users want, what comes after an epoch, crashes).
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ RESTING_STATES = frozenset({RunState.PENDING, RunState.SUSPENDED})
 class Deadlines:
     """When what is due, on the monotonic clock. Not durable: what has to survive a crash is in the state too."""
 
-    __slots__ = ("appear", "assembly", "backoff", "healthy", "judgement", "last_words")
+    __slots__ = ("appear", "assembly", "backoff", "commit", "healthy", "judgement", "last_words")
 
     def __init__(self) -> None:
         self.assembly: float | None = None
         self.backoff: float | None = None
+        self.commit: float | None = None
+        """Until when the next epoch waits for a checkpoint that is being written."""
         self.healthy: float | None = None
         self.judgement: float | None = None
         self.appear: dict[Rank, float] = {}
@@ -69,7 +71,7 @@ class Deadlines:
 
     def next(self) -> float | None:
         """The first of them."""
-        single = (self.assembly, self.backoff, self.healthy, self.judgement)
+        single = (self.assembly, self.backoff, self.commit, self.healthy, self.judgement)
         several = (*self.appear.values(), *self.last_words.values())
         return min((d for d in (*single, *several) if d is not None), default=None)
 
@@ -85,6 +87,10 @@ class GangBase:
         self._dirty = False
         self._announcements: list[Announcement] = []
         self._effects: list[GangEffect] = []
+        self._told_at: float | None = None
+        """When a committed checkpoint was told last in this epoch."""
+        self._troubles: dict[Rank, int] = {}
+        """How often a rank's trouble with its checkpoints was told in this epoch."""
         self._failed_at: float | None = None
         """When the epoch's first failure was heard, on the monotonic clock of this coordinator's life."""
 

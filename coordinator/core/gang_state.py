@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from coordinator.core.checkpoints import Checkpoints
 from mesh.ids import NO_EPOCH, Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunUid
 from mesh.messages import CauseEvidence, ProcessExit
 from mesh.plan import RunPlan
@@ -284,6 +285,10 @@ class Gang:
     """The epoch's first notice came before its first failure, or so soon after that the two may have crossed."""
     checkpoint: CommittedCheckpoint | None = None
     """The newest one that may be restored from."""
+    checkpoints: Checkpoints = field(default_factory=lambda: Checkpoints(world_size=0))
+    """Parts, wishes and what is committed. Its world size is the plan's."""
+    may_have_run: bool = False
+    """A barrier of the run has opened: state directories may hold what no checkpoint has."""
     failures: list[Failure] = field(default_factory=list)
     """Failures of the current epoch in the order in which they were heard."""
     cause: Failure | None = None
@@ -291,6 +296,9 @@ class Gang:
     holdings: list[Holding] = field(default_factory=list)
     started_at: float | None = None
     ended_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.checkpoints.world_size = self.plan.nodes
 
     def snapshot(self) -> Gang:
         """A copy that later events do not touch."""
@@ -303,6 +311,7 @@ class Gang:
         twin.holdings = list(self.holdings)
         twin.history = list(self.history)
         twin.wanted = dict(self.wanted)
+        twin.checkpoints = self.checkpoints.snapshot()
         return twin
 
     @property
@@ -362,6 +371,8 @@ class Gang:
             "reclaimed": list(self.reclaimed),
             "was_reclaimed_first": self.was_reclaimed_first,
             "checkpoint": None if self.checkpoint is None else asdict(self.checkpoint),
+            "checkpoints": self.checkpoints.to_record(),
+            "may_have_run": self.may_have_run,
             "started_at": self.started_at,
             "ended_at": self.ended_at,
         }
@@ -396,6 +407,8 @@ class Gang:
             holdings=[Holding(**h) for h in record["holdings"]],
             reclaimed=tuple(record["reclaimed"]),
             checkpoint=None if record["checkpoint"] is None else CommittedCheckpoint(**record["checkpoint"]),
+            checkpoints=Checkpoints.from_record(record["checkpoints"]),
+            may_have_run=record["may_have_run"],
         )
 
 

@@ -23,8 +23,8 @@ from coordinator.core.events import (
     ReservationWaiting,
     ReservationWithdrawn,
 )
-from coordinator.core.gang_base import GangBase
 from coordinator.core.gang_state import Holding, Want
+from coordinator.core.saving import Saving
 from mesh.ids import MachineName, Rank
 from mesh.reasons import Reason
 from mesh.states import RunState
@@ -32,7 +32,7 @@ from mesh.states import RunState
 LEDGER_KEPT_MAX = 1_024
 
 
-class Seats(GangBase):
+class Seats(Saving):
     """Machines wanted, held and given back."""
 
     # ---- getting ----------------------------------------------------------------------------------

@@ -35,6 +35,14 @@ def up(
     db: Annotated[
         str | None, typer.Option("--db", metavar="URL", help="The journal; SQLite in the state folder else.")
     ] = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoints",
+            metavar="URL",
+            help="Where gang checkpoints are kept: file://, s3://, gs://, or a directory that every machine reaches.",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -76,9 +84,16 @@ def up(
             listen=listen,
             db=db,
             allow_chaos=allow_chaos,
+            checkpoints=None if checkpoints is None else _store_url(checkpoints),
         )
 
     execute(lambda: _up(options(), output), state=state)
+
+
+def _store_url(given: str) -> str:
+    from mesh.blob_store import normal_url
+
+    return normal_url(given)
 
 
 async def _up(options: HeadOptions, output: OutputFormat) -> int:
@@ -146,6 +161,7 @@ async def _grow(options: HeadOptions, record: DeploymentRecord, terminal: Termin
         "--listen": options.listen,
         "--db": options.db,
         "--address": options.address,
+        "--checkpoints": options.checkpoints,
     }
     late = [flag for flag, value in given.items() if value is not None]
     if late:

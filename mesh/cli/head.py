@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.deployment import (
+    CHECKPOINTS_VARIABLE,
     DB_VARIABLE,
     STATE_VARIABLE,
     DeploymentRecord,
@@ -62,6 +63,8 @@ class HeadOptions:
     listen: str | None = None
     db: str | None = None
     allow_chaos: bool = False
+    checkpoints: str | None = None
+    """URL of the checkpoint store, absolute: the head has another working directory."""
 
     def arguments(self, ready_fd: int) -> list[str]:
         given = {"--address": self.address, "--gpu": self.gpu, "--listen": self.listen}
@@ -204,6 +207,8 @@ def head_environment(options: HeadOptions) -> dict[str, str]:
     environment = dict(os.environ)
     if options.db is not None:
         environment[DB_VARIABLE] = options.db
+    if options.checkpoints is not None:
+        environment[CHECKPOINTS_VARIABLE] = options.checkpoints
     source = Path(__file__).resolve().parents[2]
     if source.name not in ("site-packages", "dist-packages"):
         known = environment.get("PYTHONPATH")

@@ -52,6 +52,8 @@ _NUMBER = struct.Struct(f">{len(_NUMBER_HEAD)}sq")
 _NUMBER_BYTES = _NUMBER.size
 _VALUE_HEAD = value_head(_ID)
 
+_read, _write = os.read, os.write
+
 R = TypeVar("R")
 
 
@@ -71,9 +73,12 @@ class BlockingStoreClient:
         self._where = f"{endpoint.host} port {endpoint.port}"
         self._timeout_s = timeout_s
         self._kernel_limit_s = 0.0
+        self._file = -1
+        """The socket's descriptor; -1, which the kernel refuses, when there is none."""
         self._frames: dict[tuple[object, ...], bytes] = {}
         self._stream = ReplyStream()
-        self._tails: dict[tuple[object, ...], bytes] = {}
+        self._sets: dict[tuple[object, ...], tuple[int, bytes, bytes]] = {}
+        """By gang, epoch, key: how long the last value was, and what comes before and after one of that length."""
         self._socket: socket.socket | None = None
         if prefers_local:
             self._socket = connect_locally(endpoint.host, endpoint.port)
@@ -108,6 +113,7 @@ class BlockingStoreClient:
     def close(self) -> None:
         """Idempotent."""
         connection, self._socket = self._socket, None
+        self._file = -1
         if connection is not None:
             connection.close()
 
@@ -123,9 +129,10 @@ class BlockingStoreClient:
 
     def set(self, gang: RunUid, epoch: Epoch, key: str, value: bytes) -> None:
         """Returns when it is set."""
-        place = (gang, epoch, key)
-        tail = self._tails.get(place) or self._keep_tail(place)
-        answer = self._exchange(set_frame(_ID, value, tail))
+        known = self._sets.get((gang, epoch, key))
+        if known is None or known[0] != len(value):
+            known = self._keep_set((gang, epoch, key), value)
+        answer = self._exchange(known[1] + value + known[2])
         if answer != _DONE:
             self._read(answer, ms.Done)
 
@@ -212,27 +219,27 @@ class BlockingStoreClient:
         frame = self._frames[fields] = encode_request(kind(_ID, *rest))  # type: ignore[operator]
         return frame
 
-    def _keep_tail(self, place: tuple[RunUid, Epoch, str]) -> bytes:
-        if len(self._tails) >= FRAMES_KEPT_MAX:
-            self._tails.clear()
-        tail = self._tails[place] = set_tail(*place)
-        return tail
+    def _keep_set(self, place: tuple[RunUid, Epoch, str], value: bytes) -> tuple[int, bytes, bytes]:
+        if len(self._sets) >= FRAMES_KEPT_MAX:
+            self._sets.clear()
+        tail = set_tail(*place)
+        head = set_frame(_ID, value, tail)[: -len(tail) - len(value)]
+        known = self._sets[place] = (len(value), head, tail)
+        return known
 
     def _exchange(self, frame: bytes) -> bytes:
         """Sends one frame and returns the first piece of its answer, nearly always all of it."""
-        if self._socket is None:
-            raise TransportError(f"The connection to the rendezvous store at {self._where} is closed.")
         try:
             # The descriptor itself: a socket object's own calls take a few more steps, and there are two per request.
-            sent = os.write(self._file, frame)
+            sent = _write(self._file, frame)
             while sent < len(frame):
-                sent += os.write(self._file, frame[sent:])
-            answer = os.read(self._file, RECEIVE_BYTES_FIRST)
+                sent += _write(self._file, frame[sent:])
+            answer = _read(self._file, RECEIVE_BYTES_FIRST)
         except OSError as error:
             raise self._broken(error) from error
-        if not answer:
-            raise self._broken(None)
-        return answer
+        if answer:
+            return answer
+        raise self._broken(None)
 
     def _read(self, answer: bytes, kind: type[R]) -> R:
         """The reply that begins with these bytes. A refusal is raised."""
@@ -276,6 +283,8 @@ class BlockingStoreClient:
         self._kernel_limit_s = timeout_s
 
     def _broken(self, error: OSError | None) -> MeshError:
+        if self._socket is None:
+            return TransportError(f"The connection to the rendezvous store at {self._where} is closed.")
         self.close()
         if isinstance(error, BlockingIOError):
             return self._timed_out("A request", self._kernel_limit_s)

@@ -6,10 +6,7 @@ The frames are those of `mesh.wire`: a 4-byte big-endian length, then that many 
 Rules of this file:
 1. What is decoded has been checked: the op is known, there are as many fields as it has, each of its type.
 2. After an error a stream is not read any more.
-3. Frames that come again and again are remembered whole (`RequestMemo`): a member that renews its lease, or counts
-   a key up, sends the same bytes each time when it uses the same id. Of a Set all that follows the value is
-   remembered. What is found there was checked when it came first. A secret is never remembered.
-4. Done, Number and a short Value are built by one `struct` call: they are what a busy store mostly says.
+3. Done, Number and a short Value are built by one `struct` call: they are what a busy store mostly says.
 """
 
 from __future__ import annotations
@@ -39,8 +36,6 @@ from mesh.store import messages as ms
 from mesh.store.limits import StoreLimits
 
 ID_MAX = 2**31 - 1
-MEMO_FRAMES_MAX = 16_384
-MEMO_FRAME_BYTES_MAX = 256
 
 _HEADER = struct.Struct(">I")
 _HEADER_BYTES = 4
@@ -72,11 +67,10 @@ VALUE_AT = _VALUE.size
 assert (_REPLY_KIND_OF[ms.Done], _REPLY_KIND_OF[ms.Number], _REPLY_KIND_OF[ms.Value]) == (0, 1, 2)
 _SET = struct.Struct(">IBBBBB")
 """The length; an array of 6; the op; an id below 128; the value's head with its length, below 256."""
-_SET_KIND, _SET_OP = ms.Set, OP_OF[ms.Set]
-_SET_AT = _SET.size
-_BIN8 = 0xC4
-_SHORT = 256
-_ID_SHORT = 128
+_SET_OP = OP_OF[ms.Set]
+BIN8 = 0xC4
+SHORT = 256
+ID_SHORT = 128
 _packer = msgpack.Packer(use_bin_type=True, autoreset=True)
 _pack = _packer.pack
 _unpack = msgpack.unpackb
@@ -103,8 +97,8 @@ def set_tail(gang: RunUid, epoch: Epoch, key: str) -> bytes:
 def set_frame(request_id: int, value: bytes, tail: bytes) -> bytes:
     """The frame of a Set, by its tail. The same bytes as `encode_request` makes."""
     size = len(value)
-    if size < _SHORT and request_id < _ID_SHORT:
-        return _SET.pack(5 + size + len(tail), 0x96, _SET_OP, request_id, _BIN8, size) + value + tail
+    if size < SHORT and request_id < ID_SHORT:
+        return _SET.pack(5 + size + len(tail), 0x96, _SET_OP, request_id, BIN8, size) + value + tail
     body = b"".join((b"\x96", _pack(_SET_OP), _pack(request_id), _pack(value), tail))
     return _HEADER.pack(len(body)) + body
 
@@ -122,9 +116,8 @@ class ReplyEncoder:
             return _NUMBER.pack(16, 0x93, 0xCE, message[0], 1, 0xD3, message[1])  # type: ignore[misc]
         if kind is _DONE_KIND:
             return _DONE.pack(7, 0x92, 0xCE, message[0], 0)
-        if kind is ms.Value and len(message[1]) < _SHORT:  # type: ignore[misc, arg-type]
-            value: bytes = message[1]  # type: ignore[misc, assignment]
-            return _VALUE.pack(9 + len(value), 0x93, 0xCE, message[0], 2, _BIN8, len(value)) + value
+        if kind is ms.Value and len(message[1]) < SHORT:  # type: ignore[misc, arg-type]
+            return value_frame(message[0], message[1])  # type: ignore[misc, arg-type]
         code = _REPLY_KIND_OF.get(kind)
         if code is None:
             return encode_fields((0, _PUSH_KIND_OF[kind], *message))
@@ -230,84 +223,11 @@ class _FrameStream:
         return fields
 
 
-_REMEMBERED = (ms.GrantLease, ms.Get, ms.Add, ms.Ping)
-
-
-class RequestMemo:
-    """Whole frames seen before, and the requests that they are. Bounded; shared by a server's connections."""
-
-    def __init__(self) -> None:
-        self.frames: dict[bytes, tuple[ms.Request]] = {}
-        self.tails: dict[bytes, tuple[Any, ...]] = {}
-        """What follows the value in a Set: gang, epoch, key."""
-
-    def remember(self, frame: bytes, request: ms.Request) -> None:
-        if isinstance(request, _REMEMBERED):
-            if len(self.frames) >= MEMO_FRAMES_MAX:
-                self.frames.clear()
-            self.frames[frame] = (request,)
-        elif (
-            isinstance(request, ms.Set)
-            and request.id < _ID_SHORT
-            and frame.startswith(
-                _SET.pack(
-                    len(frame) - _HEADER_BYTES, 0x96, _SET_OP, request.id, _BIN8, len(request.value) % _SHORT
-                )
-            )
-        ):
-            if len(self.tails) >= MEMO_FRAMES_MAX:
-                self.tails.clear()
-            self.tails[frame[_SET_AT + len(request.value) :]] = request[2:]
-
-    def known_set(self, frame: bytes) -> tuple[ms.Request] | None:
-        """A Set that differs from one before only in its value and id."""
-        value_end = _SET_AT + frame[_SET_AT - 1]
-        place = self.tails.get(frame[value_end:])
-        if place is None or frame[4] != 0x96 or frame[5] != _SET_OP or frame[7] != _BIN8:
-            return None
-        identifier = frame[6]
-        if not 0 < identifier < _ID_SHORT:
-            return None
-        return (_new_tuple(_SET_KIND, (identifier, frame[_SET_AT:value_end], *place)),)
-
-
 class RequestStream(_FrameStream):
-    """The server's side of one connection's bytes.
-
-    Args:
-        memo: of the server; None on a connection that has not said hello.
-        bytes_max: the largest body accepted; may be raised later.
-    """
-
-    def __init__(self, *, bytes_max: int, memo: RequestMemo | None = None) -> None:
-        super().__init__(bytes_max=bytes_max)
-        self.memo = memo
+    """The server's side of one connection's bytes. `bytes_max`, the largest body accepted, may be raised later."""
 
     def feed(self, data: bytes) -> Sequence[ms.Request]:
-        """Every request that is whole by now. Raises RemoteProtocolError on anything else.
-
-        Nearly every piece is one frame, known or not: that is decided here in as few steps as possible. Whatever is
-        not plainly right goes the long way, which says what is wrong.
-        """
-        if self.is_plain:
-            memo = self.memo
-            size = len(data)
-            is_small = memo is not None and _SET_AT < size <= MEMO_FRAME_BYTES_MAX
-            if is_small and data[5] != _SET_OP:
-                known = memo.frames.get(data)  # type: ignore[union-attr]
-                if known is not None:
-                    return known
-            if (
-                size > _HEADER_BYTES
-                and size - _HEADER_BYTES == _HEADER.unpack_from(data)[0] <= self.bytes_max
-            ):
-                if not is_small:
-                    return (self._request(data[_HEADER_BYTES:]),)
-                known = memo.known_set(data)  # type: ignore[union-attr]
-                if known is None:
-                    known = (self._request(data[_HEADER_BYTES:]),)
-                    memo.remember(data, known[0])  # type: ignore[union-attr]
-                return known
+        """Every request that is whole by now. Raises RemoteProtocolError on anything else."""
         requests = [self._request(body) for body in self._bodies(data)]
         self.is_plain = not self._buffer
         return requests
@@ -373,7 +293,12 @@ def number_head(request_id: int) -> bytes:
 
 def value_head(request_id: int) -> bytes:
     """What a short Value reply to that request has between its length and its size."""
-    return _VALUE.pack(0, 0x93, 0xCE, request_id, 2, _BIN8, 0)[4:-1]
+    return _VALUE.pack(0, 0x93, 0xCE, request_id, 2, BIN8, 0)[4:-1]
+
+
+def value_frame(request_id: int, value: bytes) -> bytes:
+    """What the store sends for a Value shorter than `SHORT`."""
+    return _VALUE.pack(9 + len(value), 0x93, 0xCE, request_id, 2, BIN8, len(value)) + value
 
 
 def done_frame(request_id: int) -> bytes:

@@ -18,7 +18,7 @@ from mesh.store import messages as ms
 from mesh.store.books import ConnectionId, Output
 from mesh.store.client import StoreClient
 from mesh.store.limits import TICK_S_MAX, StoreLimits
-from mesh.store.protocol import ReplyEncoder, ReplyStream, RequestMemo, RequestStream
+from mesh.store.protocol import ReplyEncoder, ReplyStream, RequestStream
 from mesh.store.state import StoreState
 
 DEADLINE_S = 20.0
@@ -51,7 +51,6 @@ class LinkedStore:
         self.now = 1000.0
         self.links: dict[ConnectionId, _Link] = {}
         self.encoder = ReplyEncoder()
-        self.memo = RequestMemo()
         self._next_number = 1
         self.state.tick(self.now)
 
@@ -103,7 +102,7 @@ class _Link:
         self._store = store
         self._client = client
         self._number = number
-        self._requests = RequestStream(bytes_max=store.state.limits.frame_bytes_max, memo=store.memo)
+        self._requests = RequestStream(bytes_max=store.state.limits.frame_bytes_max)
         self._replies = ReplyStream()
 
     def write(self, frame: bytes) -> None:

@@ -10,7 +10,7 @@ from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, Shape, Waiting, matches, why_waiting
 from mesh.errors import NotFoundError, TransportError
 from mesh.ids import Epoch, Incarnation, MachineName, RunUid
-from mesh.messages import FenceOrder, JoinOrder
+from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 
 class FakeFleet:
@@ -29,6 +29,7 @@ class FakeFleet:
         """Released without the proof that nothing runs there."""
         self.orders: list[JoinOrder] = []
         self.fences: list[FenceOrder] = []
+        self.about_parts: list[CheckpointOrder] = []
         self.harms: list[HarmOrder] = []
         self.dismissed: list[Incarnation] = []
         self.forgotten: list[RunUid] = []
@@ -96,6 +97,9 @@ class FakeFleet:
     async def order(self, order: JoinOrder, reservation: int) -> None:
         self._may_fail()
         self.orders.append(order)
+
+    async def tell_about_part(self, order: CheckpointOrder) -> None:
+        self.about_parts.append(order)
 
     async def fence(self, order: FenceOrder) -> None:
         self._may_fail()

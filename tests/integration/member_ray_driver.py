@@ -1,6 +1,6 @@
-"""A Ray of its own with one MemberNode, driven through its life. Prints one JSON object; run as a program.
+"""A Ray of its own with one MemberNode after the other, each driven through a life. Prints the results as JSON.
 
-python tests/integration/member_ray_driver.py FOLDER CASE        CASE: exit | kill-launcher | kill-member
+python tests/integration/member_ray_driver.py FOLDER CASE...        CASE: exit | kill-launcher | kill-member
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mesh.messages import FenceOrder, JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
 from mesh.states import Transport
 from mesh.store.client import StoreClient
+from tests.integration.small_ray import connect, small_ray
 
 LIMIT_S = 90.0
 
@@ -47,8 +48,9 @@ class Coordinator:
 class Play:
     """The store and the sink in this process, the coordinator and the member in Ray's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, coordinator: Any) -> None:
         self.folder = folder
+        self.coordinator = coordinator
         self.me = Incarnation(run_uid=new_run_uid(), epoch=Epoch(1), rank=Rank(0), token=new_token())
 
     async def start(self, *command: str) -> None:
@@ -59,7 +61,6 @@ class Play:
         admin = await StoreClient.connect(Endpoint(host="127.0.0.1", port=address.port, secret="a"))
         await admin.set_floor(self.me.run_uid, self.me.epoch, 1)
         await admin.close()
-        self.coordinator: Any = ray.remote(num_cpus=0)(Coordinator).options(name="coordinator").remote()
         config = {
             "machine": "m0",
             "machines_dir": str(self.folder / "machines"),
@@ -82,7 +83,7 @@ class Play:
         async with asyncio.timeout(LIMIT_S):
             while True:
                 for report in await self.coordinator.reports.remote():
-                    if type(report).__name__ == kind:
+                    if report.incarnation == self.me and type(report).__name__ == kind:
                         return asdict(report)
                 await asyncio.sleep(0.02)
 
@@ -98,13 +99,14 @@ class Play:
         return fenced
 
     async def stop(self) -> None:
+        ray.kill(self.member)
         await self.server.stop("done")
         await self.sink.stop()
         self.logs.close()
 
 
-async def play(folder: Path, case: str) -> dict[str, Any]:
-    stage = Play(folder)
+async def play(folder: Path, coordinator: Any, case: str) -> dict[str, Any]:
+    stage = Play(folder, coordinator)
     try:
         if case == "exit":
             await stage.start("sh", "-c", "env; exit 3")
@@ -136,23 +138,16 @@ async def play(folder: Path, case: str) -> dict[str, Any]:
         await stage.stop()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    ray.init(
-        address="local",
-        num_cpus=2,
-        namespace="gangmesh",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _temp_dir=str(folder / "ray"),
-    )
-    try:
-        result = asyncio.run(play(folder, sys.argv[2]))
-    finally:
-        ray.shutdown()
-    print(json.dumps(result))
+async def main(folder: Path, cases: list[str]) -> None:
+    async with small_ray(folder, cpus=2) as address:
+        connect(address)
+        try:
+            coordinator = ray.remote(num_cpus=0)(Coordinator).options(name="coordinator").remote()
+            results = {case: await play(folder / case, coordinator, case) for case in cases}
+        finally:
+            ray.shutdown()
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2:]))

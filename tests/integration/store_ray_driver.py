@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from mesh.errors import MeshError, RendezvousError
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.plan import Endpoint
 from mesh.store.client import StoreClient
+from tests.integration.small_ray import connect, small_ray
 
 LIMIT_S = 90.0
 GANG, E1, R0, TOKEN = RunUid("a" * 16), Epoch(1), Rank(0), IncarnationToken("t")
@@ -67,20 +69,14 @@ async def play() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _temp_dir=f"{sys.argv[1]}/ray",
-    )
-    try:
-        print(json.dumps(asyncio.run(play())))
-    finally:
-        ray.shutdown()
+async def main(folder: Path) -> None:
+    async with small_ray(folder, cpus=1) as address:
+        connect(address)
+        try:
+            print(json.dumps(await play()))
+        finally:
+            ray.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main(Path(sys.argv[1])))

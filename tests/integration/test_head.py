@@ -28,6 +28,7 @@ from tests.deployment_fixture import (
     start_deployment,
     wait_until,
 )
+from tests.integration.small_ray import ray_environment
 
 STAND_IN = "tests.integration.stand_in_head"
 GONE_LIMIT_S = 20.0
@@ -141,11 +142,7 @@ def test_neither_the_users_environment_nor_a_foreign_ray_gets_in(deployment: Sta
         [sys.executable, str(Path(__file__).with_name("foreign_ray.py")), folder.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={
-            **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
-            "RAY_AUTH_MODE": "disabled",
-            "PYTHONPATH": str(ROOT),
-        },
+        env={**ray_environment(), "RAY_AUTH_MODE": "disabled"},
     )
     assert foreign.stdin is not None
     assert foreign.stdout is not None

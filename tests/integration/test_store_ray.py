@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.small_ray import ray_environment
+
 pytestmark = pytest.mark.ray
 LIMIT_S = 110.0
 DRIVER = Path(__file__).with_name("store_ray_driver.py")
 
 
 def test_a_killed_store_comes_back_as_another_instance_that_asks_to_be_told_again() -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    environment["PYTHONPATH"] = str(DRIVER.parents[2])
     with tempfile.TemporaryDirectory(prefix="gm-") as folder:  # Ray's sockets need a short path
         done = subprocess.run(
             [sys.executable, str(DRIVER), folder],
-            env=environment,
+            env=ray_environment(),
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

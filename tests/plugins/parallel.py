@@ -27,7 +27,6 @@ TOGETHER: dict[str, tuple[str, ...]] = {
 }
 APART: tuple[str, ...] = (
     "tests/e2e/test_head_deaths.py",
-    "tests/unit/test_contract_torchrun.py",
     "tests/integration/test_launcher_real.py",
     "tests/integration/test_member_real.py",
     "tests/integration/test_supervisor_torchrun.py",
@@ -35,6 +34,7 @@ APART: tuple[str, ...] = (
 LONGEST_FIRST = (
     *TOGETHER,
     "tests/integration/test_head.py",
+    "tests/unit/test_contract_torchrun.py",
     *APART,
     "tests/integration/",
     "tests/packaging/",

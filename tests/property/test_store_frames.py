@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh.errors import RemoteProtocolError
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.store import messages as ms
-from mesh.store.protocol import ReplyEncoder, ReplyStream, RequestMemo, RequestStream, encode_request
+from mesh.store.protocol import ReplyEncoder, ReplyStream, RequestStream, encode_request
 
 texts = st.text(max_size=12)
 ids = st.integers(1, 2**31 - 1)
@@ -24,7 +24,16 @@ durations = st.floats(allow_nan=False, allow_infinity=False)
 requests = st.one_of(
     st.builds(ms.Hello, ids, texts, st.integers(0, 9)),
     st.builds(ms.Ping, ids),
-    st.builds(ms.SetFloor, ids, uids, epochs, st.integers(0, 9)),
+    st.builds(
+        ms.SetFloor,
+        ids,
+        uids,
+        epochs,
+        st.integers(0, 9),
+        st.booleans(),
+        st.lists(st.tuples(ranks, tokens), max_size=2).map(tuple),
+    ),
+    st.builds(ms.Revoke, ids, uids, epochs, ranks, tokens),
     st.builds(ms.GrantLease, ids, uids, epochs, ranks, tokens, durations, durations),
     st.builds(ms.Arrive, ids, uids, epochs, ranks, tokens, texts, values),
     st.builds(ms.Get, ids, uids, epochs, texts),
@@ -50,13 +59,10 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 cuts = st.lists(st.integers(0, 400), max_size=8)
 
 
-@given(st.lists(requests, max_size=6), cuts, st.booleans())
-def test_requests_come_back_whole_however_the_stream_is_cut(
-    sent: list[ms.Request], where: list[int], has_memo: bool
-) -> None:
-    memo = RequestMemo() if has_memo else None
-    stream = RequestStream(bytes_max=1 << 20, memo=memo)
-    for _ in range(2):  # the second time from the memo, where there is one
+@given(st.lists(requests, max_size=6), cuts)
+def test_requests_come_back_whole_however_the_stream_is_cut(sent: list[ms.Request], where: list[int]) -> None:
+    stream = RequestStream(bytes_max=1 << 20)
+    for _ in range(2):
         received: list[ms.Request] = []
         for piece in pieces(b"".join(map(encode_request, sent)), where):
             received += stream.feed(piece)
@@ -80,7 +86,7 @@ def test_replies_and_pushes_come_back_whole_however_the_stream_is_cut(
 def test_any_bytes_are_requests_or_a_remote_error_and_never_more_memory_than_a_frame(
     chunks: list[bytes],
 ) -> None:
-    stream = RequestStream(bytes_max=64, memo=RequestMemo())
+    stream = RequestStream(bytes_max=64)
     try:
         for chunk in chunks:
             stream.feed(chunk)

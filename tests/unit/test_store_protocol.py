@@ -21,7 +21,6 @@ from mesh.store import protocol
 from mesh.store.protocol import (
     ReplyEncoder,
     ReplyStream,
-    RequestMemo,
     RequestStream,
     done_frame,
     encode_request,
@@ -62,11 +61,10 @@ def framed(body: object) -> bytes:
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
-@pytest.mark.parametrize("memo", [None, RequestMemo()], ids=["first frame", "with memo"])
 def test_a_request_comes_back_as_it_was_the_second_time_too(
-    request_: ms.Request, memo: RequestMemo | None
+    request_: ms.Request,
 ) -> None:
-    stream = RequestStream(bytes_max=1000, memo=memo)
+    stream = RequestStream(bytes_max=1000)
     for _ in range(2):
         (decoded,) = stream.feed(encode_request(request_))
         assert decoded == request_
@@ -129,7 +127,7 @@ def test_two_barriers_answers_are_not_mixed_up() -> None:
     ids=repr,
 )
 def test_what_is_no_request_breaks_the_stream_for_good(body: object) -> None:
-    stream = RequestStream(bytes_max=1000, memo=RequestMemo())
+    stream = RequestStream(bytes_max=1000)
     with pytest.raises(RemoteProtocolError):
         stream.feed(framed(body))
     with pytest.raises(RemoteProtocolError):
@@ -147,42 +145,11 @@ def test_a_whole_number_of_seconds_is_a_duration_as_well() -> None:
     assert request == ms.GrantLease(1, GANG, E1, R0, TOKEN, 3.0, 0.0)
 
 
-def test_a_secret_is_never_remembered() -> None:
-    memo = RequestMemo()
-    stream = RequestStream(bytes_max=100, memo=memo)
-    stream.feed(encode_request(ms.Hello(1, "secret", 1)))
-    stream.feed(encode_request(ms.Set(1, b"v", GANG, E1, "k")))
-    stream.feed(encode_request(ms.Get(1, GANG, E1, "k")))
-    assert [type(request) for (request,) in memo.frames.values()] == [ms.Get]
-
-
-def test_the_memory_of_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MEMO_FRAMES_MAX", 10)
-    memo = RequestMemo()
-    stream = RequestStream(bytes_max=100, memo=memo)
-    for number in range(1, 100):
-        stream.feed(encode_request(ms.Ping(number)))
-        assert len(memo.frames) <= 10
-
-
-def test_a_set_is_known_by_what_follows_its_value_and_by_nothing_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(protocol, "MEMO_FRAMES_MAX", 3)
-    memo = RequestMemo()
-    stream = RequestStream(bytes_max=1000, memo=memo)
+def test_a_set_made_of_its_tail_is_the_same_bytes() -> None:
     for identifier in (1, 127, 128, 300, 2**31 - 1):
-        for key in ("a", "b", "c", "d", "e"):
-            for value in (b"", b"v", b"\xc4" * 9, b"w" * 250, b"x" * 600):
-                request = ms.Set(identifier, value, GANG, E1, key)
-                frame = encode_request(request)
-                assert set_frame(identifier, value, set_tail(GANG, E1, key)) == frame
-                assert list(stream.feed(frame)) == [request]
-                assert len(memo.tails) <= 3
-    for wrong in (b"\x96\x0d\x00\xc4\x00", b"\x95\x0d\x01\xc4\x00", b"\x96\x0d\x01\xd9\x00"):
-        with pytest.raises(RemoteProtocolError):
-            known = RequestStream(bytes_max=1000, memo=memo)
-            known.feed(framed(wrong + set_tail(GANG, E1, "e")))
+        for value in (b"", b"v", b"\xc4" * 9, b"w" * 250, b"x" * 600):
+            frame = encode_request(ms.Set(identifier, value, GANG, E1, "key"))
+            assert set_frame(identifier, value, set_tail(GANG, E1, "key")) == frame
 
 
 def test_half_a_frame_waits_and_is_counted_once() -> None:

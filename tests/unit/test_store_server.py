@@ -240,6 +240,27 @@ async def test_who_asks_for_much_and_reads_nothing_is_not_read_and_then_cut(star
     connection.close()
 
 
+async def test_short_answers_do_not_overtake_a_long_one_that_the_peer_reads_slowly(start: Starter) -> None:
+    """Short ones go straight to the kernel, long ones wait in the transport."""
+    store = await start()
+    admin = await store.connect(ms.Role.ADMIN)
+    await admin.set_floor(GANG, E1, 1)
+    await admin.set(GANG, E1, "large", bytes(240 * 1024))
+    await admin.add(GANG, E1, "n")
+    loop = asyncio.get_running_loop()
+    connection = await flooded(store, MEMBER)
+    for number in range(2, 120):
+        kind = ms.Get(number, GANG, E1, "large") if number % 20 == 2 else ms.Add(number, GANG, E1, "n", 1)
+        await loop.sock_sendall(connection, encode_request(kind))
+        await admin.ping()  # the store has read it by itself
+    stream, heard = ReplyStream(), []
+    async with asyncio.timeout(DEADLINE_S):
+        while len(heard) < 119:
+            heard += [message.id for message in stream.feed(await loop.sock_recv(connection, 65536))]
+    assert heard == [1, *range(2, 120)]
+    connection.close()
+
+
 async def test_a_flood_of_requests_in_one_piece_is_cut_at_the_limit_of_unsent_bytes(start: Starter) -> None:
     store = await start(write_buffer_bytes_max=4 * 1024 * 1024)
     admin = await store.connect(ms.Role.ADMIN)

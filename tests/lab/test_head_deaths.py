@@ -1,0 +1,51 @@
+"""The head's parts die or fall silent for a moment while ranks run on other hosts: no rank is restarted for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
+from tests.e2e.real_mesh import wait_until
+from tests.lab.deployment import Beacon, Lab
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+SHORT_S = (LEASE_TTL_S - LEASE_GUARD_S) / 2
+"""A fault of this length is over before any lease."""
+
+
+def _unharmed(lab: Lab, beacon: Beacon) -> None:
+    """Each rank's one process has lived through, and the run ends well at its first epoch."""
+    lives = lab.observer.lives(beacon.uid)
+    assert [life.died_at for life in lives] == [None] * len(lives)
+    beacon.finish()
+    run = lab.ended(beacon.name, limit_s=120)
+    assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", 1), run["status"]
+    lab.observer.wait_for_none(beacon.uid)
+    assert len(lab.observer.lives(beacon.uid)) == len(lives)
+
+
+@pytest.mark.parametrize("actor", ["ray::CoordinatorActor", "ray::RendezvousStore"])
+def test_a_killed_part_of_the_head_comes_back_and_no_rank_notices(lab: Lab, actor: str) -> None:
+    beacon = lab.running_beacon("--nodes", "3")
+    [victim] = lab.head_host.processes(actor)
+    victim.kill()
+    wait_until(lambda: [p for p in lab.head_host.processes(actor) if p != victim], f"another {actor}")
+    lab.running(beacon.name)
+    _unharmed(lab, beacon)
+
+
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+@pytest.mark.parametrize("whose", ["the head's", "a machine's"])
+def test_a_silence_that_is_shorter_than_a_lease_changes_nothing(lab: Lab, fault: str, whose: str) -> None:
+    beacon = lab.running_beacon("--nodes", "3")
+    host = lab.head_host if whose == "the head's" else lab.host_of(beacon.name, 1)
+    begin: Callable[[], None] = getattr(host, fault)
+    begin()
+    time.sleep(SHORT_S)  # the fault's length
+    host.mend()
+    lab.running(beacon.name)
+    _unharmed(lab, beacon)

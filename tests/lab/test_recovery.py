@@ -1,0 +1,118 @@
+"""Machines are lost and replaced: survivors keep theirs, epochs never meet, and what comes back finds nothing to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.real_mesh import wait_until
+from tests.lab.deployment import Beacon, Lab
+from tests.lab.hosts import Host
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def _at_epoch(lab: Lab, beacon: Beacon, epoch: int, *, limit_s: float = 120.0) -> None:
+    """Returns when every rank of this epoch has said something."""
+    ranks = len(lab.run(beacon.name)["status"]["ranks"])
+    wait_until(
+        lambda: len(beacon.files(epoch=epoch)) == ranks,
+        f"every rank to say something in epoch {epoch}; it is {lab.run(beacon.name)['status']['message']}",
+        limit_s=limit_s,
+    )
+
+
+def _finished(lab: Lab, beacon: Beacon, *, epoch: int) -> None:
+    beacon.finish()
+    run = lab.ended(beacon.name, limit_s=120)
+    assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", epoch), run["status"]
+    lab.observer.wait_for_none(beacon.uid)
+
+
+def _lose(host: Host, how: str) -> None:
+    {"kill": host.kill, "power_off": host.power_off, "cut": host.cut, "freeze": host.freeze}[how]()
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        (1, "kill"),
+        (0, "power_off"),
+        pytest.param(1, "cut", marks=pytest.mark.soak),
+        pytest.param(0, "cut", marks=pytest.mark.soak),
+    ],
+)
+def test_only_the_lost_rank_gets_another_machine(lab: Lab, rank: int, how: str) -> None:
+    beacon = lab.running_beacon("--nodes", "2")
+    lost, kept = lab.host_of(beacon.name, rank), lab.host_of(beacon.name, 1 - rank)
+    _lose(lost, how)
+    _at_epoch(lab, beacon, 2)
+    assert lab.host_of(beacon.name, 1 - rank) is kept
+    assert lab.host_of(beacon.name, rank) is not lost
+    assert max(beacon.said(epoch=1)) < min(beacon.said(epoch=2))
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    assert {life.host for life in lab.observer.living(beacon.uid)} == {
+        kept.name,
+        lab.host_of(beacon.name, rank).name,
+    }
+    _finished(lab, beacon, epoch=2)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_a_host_that_thaws_in_the_middle_of_the_next_epoch_finds_every_door_closed(
+    lab: Lab, rank: int
+) -> None:
+    beacon = lab.running_beacon("--nodes", "2")
+    lost = lab.host_of(beacon.name, rank)
+    lost.freeze()
+    _at_epoch(lab, beacon, 2)
+    assert lab.observer.living(beacon.uid, epoch=1, host=lost), "frozen, with its processes"
+    lost.thaw()
+    lab.observer.wait_for_none(beacon.uid, epoch=1)
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid, but_thawed=lost)
+    second = lab.observer.living(beacon.uid, epoch=2)
+    assert {life.rank for life in second} == {0, 1}
+    assert lost.name not in {life.host for life in second}
+    _finished(lab, beacon, epoch=2)
+
+
+@pytest.mark.soak
+def test_two_losses_in_one_recovery(lab: Lab) -> None:
+    lab.join(lab.hosts[3])
+    beacon = lab.running_beacon("--nodes", "2")
+    first, kept = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)
+    first.kill()
+    second = wait_until(lambda: _replacement(lab, beacon, first), "another host for rank 1")
+    second.kill()
+    epoch = wait_until(lambda: _running_epoch(lab, beacon), "an epoch that runs", limit_s=120)
+    _at_epoch(lab, beacon, epoch)
+    assert lab.host_of(beacon.name, 0) is kept
+    assert lab.host_of(beacon.name, 1) not in (first, second)
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    _finished(lab, beacon, epoch=epoch)
+
+
+def _replacement(lab: Lab, beacon: Beacon, lost: Host) -> Host | None:
+    host = lab.host_of(beacon.name, 1)
+    return None if host is lost else host
+
+
+def _running_epoch(lab: Lab, beacon: Beacon) -> int | None:
+    status = lab.run(beacon.name)["status"]
+    return status["epoch"] if status["state"] == "Running" and status["epoch"] > 1 else None
+
+
+@pytest.mark.soak
+def test_all_hosts_lost_at_once_and_back_again(lab: Lab) -> None:
+    beacon = lab.running_beacon("--nodes", "3")
+    for host in lab.hosts[:3]:
+        host.power_off()
+    lab.wait_for(beacon.name, "Pending", "Assembling", limit_s=120)
+    lab.observer.wait_for_none(beacon.uid)
+    for host in lab.hosts[:3]:
+        host.mend()
+        host.boot()
+        lab.start_agent(host)
+    _at_epoch(lab, beacon, lab.run(beacon.name)["status"]["epoch"])
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    beacon.finish()
+    assert lab.ended(beacon.name, limit_s=120)["status"]["state"] == "Succeeded"
