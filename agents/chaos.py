@@ -106,7 +106,8 @@ def why_not(order: HarmOrder) -> str | None:
         return f"{order.machine} cannot be cut off: that takes root there (nftables)."
     if shutil.which("nft") is None:
         return f"{order.machine} cannot be cut off: the program nft is not there (package nftables)."
-    done = _nft("list", "tables")
+    script = cut_script(table=table_name(order.machine), address=order.address, is_one_way=order.is_one_way)
+    done = _nft("--check", "-f", "-", script=script)
     return None if done.returncode == 0 else f"{order.machine} cannot be cut off: {done.stderr.strip()}"
 
 
@@ -211,10 +212,11 @@ def cut_script(*, table: str, address: str, is_one_way: bool) -> str:
     rules = [f"{family} saddr {ip} {family} daddr {ip} accept", f"{family} saddr {ip} drop"]
     if not is_one_way:
         rules.append(f"{family} daddr {ip} drop")
-    chains = [
-        f"chain {hook} {{ type filter hook {hook} priority -300; {'; '.join(rules)}; }}" for hook in hooks
-    ]
-    return f"table inet {table} {{ {' '.join(chains)} }}\n"
+    lines = [f"add table inet {table}"]
+    for hook in hooks:
+        lines.append(f"add chain inet {table} {hook} {{ type filter hook {hook} priority -300 ; }}")
+        lines += [f"add rule inet {table} {hook} {rule}" for rule in rules]
+    return "\n".join(lines) + "\n"
 
 
 def table_name(machine: str) -> str:

@@ -271,8 +271,9 @@ class GangDriver:
                     _persist_in(lambda: self._fleet.dismiss(effect.incarnation)),
                 )
             case ForgetGang():
-                self._stop(("open", effect.epoch))
-                self._stop(("close", effect.epoch))
+                # The store will not know the gang any more: what is still asked of it would be asked for ever.
+                for key in [key for key in self._tasks if key[0] in ("open", "close", "revoke")]:
+                    self._stop(key)
                 self._start(
                     ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
                 )

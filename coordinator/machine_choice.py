@@ -55,12 +55,14 @@ def choose(
     holders = set(taken.values())
     grants = []
     for one in sorted(asked, key=lambda a: a.uid not in holders):
+        if not free:
+            break
         fitting = [m for m in free if matches(m, one.shape) is None]
         if len(fitting) >= one.shape.nodes:
             best = sorted(fitting, key=lambda m: (m.gpu_count, natural(m.name)))[: one.shape.nodes]
             grants.append(Grant(asked=one, machines=tuple(sorted(best, key=lambda m: natural(m.name)))))
             kept = {m.name for m in best}
-        elif now - one.since >= PATIENCE_S and is_possible(one.shape, machines):
+        elif fitting and now - one.since >= PATIENCE_S and is_possible(one.shape, machines):
             kept = {m.name for m in fitting}
         else:
             continue

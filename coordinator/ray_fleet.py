@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
@@ -35,7 +35,7 @@ from coordinator.ray_call import ask_ray
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL
 from coordinator.ray_groups import Key
 from coordinator.ray_reservations import RayReservations
-from coordinator.warm_workers import warm
+from coordinator.warm_workers import SpareWorkers
 from mesh.errors import MeshTimeoutError, NotFoundError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
@@ -68,8 +68,7 @@ class RayFleet:
         self._reservations = RayReservations(look=self.machines, used_by=used_by)
         self._cordoned: set[MachineName] | None = None
         """None until it has been read from Ray."""
-        self._warming: set[asyncio.Task[None]] = set()
-        """Kept, so that they are not collected while they run; nobody waits for them."""
+        self._spares = SpareWorkers()
 
     async def machines(self) -> list[MachineFacts]:
         nodes = (await self._nodes()).values()
@@ -135,12 +134,7 @@ class RayFleet:
         await self._reservations.give_back([machine])
         node = await self._node(machine)
         if node is not None:
-            self._warm([node["NodeID"]])
-
-    def _warm(self, node_ids: Sequence[str]) -> None:
-        task = asyncio.create_task(asyncio.to_thread(warm, node_ids), name="warm workers")
-        self._warming.add(task)
-        task.add_done_callback(self._warming.discard)
+            self._spares.given_back(node["NodeID"])
 
     # ---- sweeps -----------------------------------------------------------------------------------
 
@@ -184,6 +178,7 @@ class RayFleet:
         if node is None:
             raise MemberGoneError(f"{order.machine} is lost.")
         handle = await ask_ray(self._create_member, order, group, _facts(node).address)
+        self._spares.used(node["NodeID"], str(incarnation))
         await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
 
     def _create_member(self, order: JoinOrder, group: PlacementGroup, address: str) -> Any:

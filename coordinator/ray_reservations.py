@@ -207,9 +207,12 @@ class RayReservations:
         coming = await ask_ray(ray_notes.read_coming)
         holders = {str(machine): f"run {held.key.uid}" for machine, held in self._books.held.items()}
         used_by = {**holders, **self._used_by()}
+        sentences: dict[Shape, Waiting] = {}  # thousands may wait for the same
         for wish in due:
             wish.told_at = now
-            wish.on_waiting(why_waiting(wish.shape, machines, used_by, coming=coming))
+            if wish.shape not in sentences:
+                sentences[wish.shape] = why_waiting(wish.shape, machines, used_by, coming=coming)
+            wish.on_waiting(sentences[wish.shape])
 
     # ---- an attempt -------------------------------------------------------------------------------
 

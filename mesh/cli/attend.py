@@ -202,10 +202,10 @@ class StoryTeller:
 
     def tell(self, run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
         """What is new."""
-        sentences = [(event["epoch"], self._sentence(run, event)) for event in events]
+        sentences: list[tuple[int | None, str]] = [(e["epoch"], self._sentence(run, e)) for e in events]
         status = run["status"]
         if not RunState(status["state"]).is_terminal:
-            sentences += [(status["epoch"], f"{c['type']}: {c['message']}") for c in status["conditions"]]
+            sentences += [(None, f"{c['type']}: {c['message']}") for c in status["conditions"]]
         fresh = [one for one in dict.fromkeys(sentences) if one[1] and one not in self._told]
         self._told.update(fresh)
         return [printable(text) for _, text in fresh]

@@ -170,7 +170,7 @@ async def _chaos(name: str, plan: _Plan, output: OutputFormat, state: Any, url: 
                 timeout_s=plan.timeout_s,
             ) from None
         harm = await client.chaos(name, plan.kind, plan.rank, seconds=plan.seconds, one_way=plan.one_way)
-        terminal.note(f"{name}: {harm['message']}")
+        spinner.say(f"{name}: {harm['message']}")
         outcome, run = await _watch(client, harm, terminal, spinner, deadline)
         first_line_at = None
         if outcome is Outcome.RESUMED:

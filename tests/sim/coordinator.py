@@ -271,8 +271,8 @@ class SimCoordinator:
                 asking = self._ask(fleet.dismiss(effect.incarnation))
                 self.spawn((uid, "dismiss", effect.incarnation), asking)
             case do.ForgetGang():
-                self.stop((uid, "open", effect.epoch))
-                self.stop((uid, "close", effect.epoch))
+                for key in [k for k in self._tasks if k[0] == uid and k[1] in ("open", "close", "revoke")]:
+                    self.stop(key)
                 self.spawn((uid, "forget", effect.epoch), self._insist_on(lambda: line.forget(uid)))
             case _:
                 raise AssertionError(effect)

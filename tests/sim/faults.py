@@ -85,6 +85,11 @@ NO_FAULTS = replace(
 )
 
 
+def mostly(incidents: dict[Incident, int], *, at_most: int = 5, **other: float) -> Faults:
+    """The usual small faults, and of the incidents these."""
+    return replace(Faults(), incidents=incidents, incidents_max=at_most, **other)  # type: ignore[arg-type]
+
+
 def only(*incidents: Incident, at_most: int = 3) -> Faults:
     """Nothing goes wrong but these."""
     return replace(NO_FAULTS, incidents=dict.fromkeys(incidents, 1), incidents_max=at_most)

@@ -216,7 +216,6 @@ class Incidents:
         machine.lose()
 
     def _end_something(self, kind: Incident, machine: Machine) -> None:
-        world = self.world
         members = [m for m in machine.members if not m.is_gone]
         if not members:
             return

@@ -80,7 +80,7 @@ class Machine:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Everything goes on with what it believed: the keepers first, mostly, and what waited for anybody soon after."""
+        """Everything goes on with what it believed: the keepers first, mostly, the rest soon after."""
         if self.is_lost or not self.is_frozen:
             return
         self.is_frozen = False

@@ -34,6 +34,7 @@ class SimStore:
         self.world = world
         self.rate = rate
         self.life = 0
+        self.had_trouble = False
         self.is_down = False
         self.is_stalled = False
         self.opened: dict[tuple[RunUid, Epoch], tuple[IncarnationToken, ...]] = {}
@@ -69,7 +70,7 @@ class SimStore:
         """It does not run for a while; what is sent to it waits."""
         if self.is_down or self.is_stalled:
             return
-        self.is_stalled = True
+        self.is_stalled = self.had_trouble = True
         for keeper in list(self.keepers.values()):
             if keeper.machine.is_the_stores:
                 keeper.poll()
@@ -91,7 +92,7 @@ class SimStore:
         """Its process dies with everything it knew; another one comes."""
         if self.is_down:
             return
-        self.is_down, self.is_stalled = True, False
+        self.is_down, self.is_stalled, self.had_trouble = True, False, True
         self._backlog.clear()
         self.life += 1
         wires, self._wires = self._wires, {}
