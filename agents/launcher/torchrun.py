@@ -35,6 +35,8 @@ STOPPING_SPREAD_CHARACTERS = 32 * 1024
 """Between the first and the last log line about one failure: what its workers print while they are stopped."""
 
 _LOG_LINE = re.compile(r"[WEI]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (?:site-packages/)?torch/distributed/")
+_BANNER = re.compile(r"^\*{20,}\nSetting OMP_NUM_THREADS[^\n]*\n\*{20,}$", re.MULTILINE)
+"""What torchrun logs at its start, on lines of their own."""
 _STOPPING = re.compile(
     _LOG_LINE.pattern + r"[^\n]*\] (?:Sending process \d+ closing signal|failed \(exitcode:)"
 )
@@ -159,7 +161,7 @@ def without_torchrun_words(output: str) -> str:
         if end - match.end() > STOPPING_SPREAD_CHARACTERS and end < len(output):
             break  # an earlier failure's words (a wrapper script runs torchrun twice)
         end = match.start()
-    kept = (_LOG_LINE.split(line)[0] for line in output[:end].split("\n"))
+    kept = (_LOG_LINE.split(line)[0] for line in _BANNER.sub("", output[:end]).split("\n"))
     return "\n".join(line for line in kept if line.strip())
 
 

@@ -32,7 +32,9 @@ def torchrun_output(before: str, *, root: str, others: str = "  <NO_OTHER_FAILUR
     """As torch 2.13 prints it; the real program is asked in tests/integration/test_launcher_real.py."""
     line, dash = "=" * 60, "-" * 60
     return (
-        f"W1129 19:55:03.925000 25342 torch/distributed/run.py:874] Setting OMP_NUM_THREADS\n{before}"
+        f"W1129 19:55:03.925000 25342 torch/distributed/run.py:874] \n{'*' * 41}\n"
+        "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid your system being "
+        f"overloaded, please further tune the variable in your application as needed. \n{'*' * 41}\n{before}"
         f"W{LOG}1028] Sending process 25520 closing signal SIGTERM\n"
         f"E{LOG}1002] failed (exitcode: {code}) local_rank: 1 (pid: 77) of binary: /usr/bin/python3\n"
         "Traceback (most recent call last):\n"
@@ -61,6 +63,7 @@ def test_the_summary_has_the_workers_own_end_and_its_global_rank(code: int, exit
     output = torchrun_output("", root=block(0, 5, code), others=block(1, 4, -15), code=code)
     evidence = Torchrun().explain(CommandEnd(exit=ONE, output=output)).evidence
     assert (evidence.exit, evidence.global_rank, evidence.blames_peer) == (exit, 5, False)
+    assert evidence.message == "", "what torchrun says itself is not the worker's"
 
 
 def test_a_worker_that_torchrun_stopped_is_never_the_first_cause() -> None:
