@@ -299,5 +299,5 @@ class GangMachine(RuleBasedStateMachine):
         raise AssertionError(f"it never comes to rest: {gang.state}, {gang.message}")
 
 
-GangMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+GangMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestGangMachine = GangMachine.TestCase
