@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
@@ -125,7 +126,10 @@ class StoreLink:
         if not self._trust.may_have_opened((uid, epoch), client.instance, was_open=was_open):
             return False
         if not was_open and (gang := self._live_gang(uid, epoch)) is not None:
-            await self._account_for(client, gang, members_with_lease(gang, has_opened=True))
+            # A lease that is there has to run out by itself: renewed from here, it would hide since when its holder is
+            # silent.
+            view = await self._look(client, gang, from_start=False)
+            await self._account_for(client, gang, unaccounted(gang, replace(view, has_opened=True)))
         return True
 
     async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool | None:
@@ -211,13 +215,19 @@ class StoreLink:
     async def _compare(self, client: StoreClient, gang: Gang, *, from_start: bool) -> None:
         assert self._events is not None
         try:
-            snapshot = await client.snapshot(gang.uid)
+            view = await self._look(client, gang, from_start=from_start)
         except RendezvousError as error:
             if error.reason is Reason.UNKNOWN_GANG:
                 return  # it was forgotten a moment ago
             raise
+        for event in missed_events(gang, view):
+            self._events.post(gang.uid, event)
+        await self._account_for(client, gang, unaccounted(gang, view))
+
+    async def _look(self, client: StoreClient, gang: Gang, *, from_start: bool) -> StoreView:
+        snapshot = await client.snapshot(gang.uid)
         start = [barrier for barrier in snapshot.barriers if barrier.name == ms.START_BARRIER]
-        view = StoreView(
+        return StoreView(
             epoch=snapshot.epoch,
             holders=frozenset((lease.rank, lease.token) for lease in snapshot.leases),
             unconnected=frozenset(
@@ -227,9 +237,6 @@ class StoreLink:
             tokens=next((b.tokens for b in start), ()),
             from_start=from_start,
         )
-        for event in missed_events(gang, view):
-            self._events.post(gang.uid, event)
-        await self._account_for(client, gang, unaccounted(gang, view))
 
     async def _tell(
         self, client: StoreClient, key: EpochKey, size: int, gang: Gang | None, *, is_first: bool

@@ -72,6 +72,7 @@ class SimProcess:
         if not self.is_alive or self.is_tree_frozen:
             return
         me = self.incarnation
+        self.world.truth.stirred(me)
         key = (me.run_uid, me.epoch)
         self._ask(ms.Set, (f"{me.epoch}".encode(), *key, f"rank/{me.rank}"))
         self._ask(ms.Add, (*key, "step", 1))

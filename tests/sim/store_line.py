@@ -6,6 +6,7 @@ sent back is the reply, or `DOWN` when the line was lost meanwhile. The rules ar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.core import events as ev
@@ -132,7 +133,8 @@ class StoreLine:
         if not self._trust.may_have_opened((uid, epoch), self._instance, was_open=was_open):
             return False
         if not was_open and (gang := self.coordinator.live_gang(uid, epoch)) is not None:
-            yield from self._account_for(gang, members_with_lease(gang, has_opened=True))
+            view = yield from self._look(gang, False)
+            yield from self._account_for(gang, unaccounted(gang, replace(view, has_opened=True)))
         return True
 
     def revoke(self, incarnation: Incarnation) -> Step[bool | None]:
@@ -174,12 +176,18 @@ class StoreLine:
             return
 
     def _compare(self, gang: Gang, from_start: bool) -> Step[None]:
-        snapshot = yield self.ask(ms.Snapshot, gang.uid)
-        if isinstance(snapshot, ms.Refused):
-            return
-        snapshot = _answer(snapshot)
+        try:
+            view = yield from self._look(gang, from_start)
+        except Down:
+            return  # it was forgotten a moment ago
+        for event in missed_events(gang, view):
+            self.coordinator.tell(gang.uid, event)
+        yield from self._account_for(gang, unaccounted(gang, view))
+
+    def _look(self, gang: Gang, from_start: bool) -> Step[StoreView]:
+        snapshot = _answer((yield self.ask(ms.Snapshot, gang.uid)))
         start = [barrier for barrier in snapshot.barriers if barrier.name == ms.START_BARRIER]
-        view = StoreView(
+        return StoreView(
             epoch=snapshot.epoch,
             holders=frozenset((lease.rank, lease.token) for lease in snapshot.leases),
             has_opened=any(b.is_open for b in start),
@@ -189,9 +197,6 @@ class StoreLine:
             ),
             from_start=from_start,
         )
-        for event in missed_events(gang, view):
-            self.coordinator.tell(gang.uid, event)
-        yield from self._account_for(gang, unaccounted(gang, view))
 
     def _tell(self, key: EpochKey, size: int, gang: Gang | None, is_first: bool) -> Step[None]:
         uid, epoch = key

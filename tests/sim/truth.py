@@ -34,6 +34,8 @@ class Truth:
         """User processes that are not dead, acting or not."""
         self.settled: dict[Incarnation, Settlement] = {}
         """Members of which the journal says why nothing of them can act any more."""
+        self.ghosts = 0
+        """How often a process of an older epoch went on after its machine had stood still."""
         self._started: set[tuple[RunUid, Epoch, Rank]] = set()
         self._heard: dict[RunUid, Epoch] = {}
         self._cancelled: set[RunUid] = set()
@@ -76,6 +78,11 @@ class Truth:
         if incarnation in self._by_itself:
             how = "by itself"
         self._deaths.setdefault(key, []).append((self.world.now, incarnation.rank, how))
+
+    def stirred(self, incarnation: Incarnation) -> None:
+        """A process that stood still with its machine goes on."""
+        if incarnation.epoch < self.world.coordinator.journal[incarnation.run_uid].epoch:
+            self.ghosts += 1
 
     def check_acting(self) -> None:
         """Whenever somebody begins to act, or goes on."""

@@ -67,6 +67,8 @@ class World:
         nodes: machines that each run wants.
         machines: machines that there are at first.
         faults: None for the default mix.
+        parts: what the world is made of; broken ones for mutants.
+        max_restarts: of every run's plan; None for what the seed says.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class World:
         machines: int = 3,
         faults: Faults | None = None,
         parts: Parts | None = None,
+        max_restarts: int | None = None,
     ) -> None:
         self.seed = seed
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.parts = parts or Parts()
+        self._max_restarts = max_restarts
         self.now = 1000.0
         self.log: list[str] = []
         self.keeps_log = False
@@ -126,7 +130,9 @@ class World:
             nodes=nodes,
             startup_timeout_s=STARTUP_TIMEOUT_S,
             max_assembly_retries=self.random.randrange(1, 3),
-            max_restarts=self.random.choice([0, 1, 3, 3]),
+            max_restarts=self.random.choice([0, 1, 3, 3])
+            if self._max_restarts is None
+            else self._max_restarts,
             on_process_failure=self.random.choice([FailurePolicy.FAIL, FailurePolicy.RESTART_GANG]),
             grace_period_s=10.0,
         )

@@ -247,6 +247,19 @@ async def test_a_barrier_that_had_opened_opens_no_second_time_in_a_restarted_sto
             await arrive(late, 0)
 
 
+async def test_closing_a_barrier_renews_no_lease_that_is_there(store: ListeningStore) -> None:
+    """A dead member's would run out later by that, and it would look as if it had lived until then."""
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        await restart(store)
+        await until(lambda: len(getattr(store.server.state.books.gangs.get(UID), "leases", ())) == 2)
+        leases = store.server.state.books.gangs[UID].leases
+        ends = {rank: lease.deadline for rank, lease in leases.items()}
+        assert await link.close_barrier(UID, EPOCH), "that store cannot say that it never opened"
+        assert {rank: lease.deadline for rank, lease in leases.items()} == ends
+
+
 async def test_another_store_is_noticed_and_a_connection_that_broke_is_not(store: ListeningStore) -> None:
     ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
     line = Line(store, ears)
