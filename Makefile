@@ -18,8 +18,9 @@ bin := "$(VENV)/bin"
 T ?=
 # How many workers share the tests: several for all of them, which mostly wait; none for a few, which start sooner.
 J ?= $(if $(strip $(T)),0,3)
+L ?=
 
-.PHONY: help env demo test lint format bench sim soak constraints wheel clean
+.PHONY: help env demo test lint format bench sim lab soak constraints wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +56,9 @@ clean: ## remove what runs and tools left here; the environment stays
 
 sim: env ## a hundred thousand simulated gang lives; S="--seed 4711" tells one of them step by step
 	$(bin)/python -m tests.sim $(S)
+
+lab: env ## hosts as network namespaces, also the tests that take too long for every run (as root); L narrows it
+	LAB=all $(bin)/python -m pytest tests/lab $(L)
 
 soak: env ## every test again and again with other seeds; SOAK_MINUTES=30, T narrows it
 	@tools/soak.sh $(T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tests.lab.network import why_not
 
 HOSTS = 4
 JOINED = 3
+ALL_VARIABLE = "LAB"
+"""`all` runs the tests that are marked `soak` as well."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.root)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif "soak" in item.keywords and os.environ.get(ALL_VARIABLE) != "all":
+            item.add_marker(pytest.mark.skip(reason="takes long; `make lab` runs it"))
 
 
 @pytest.fixture(scope="package")

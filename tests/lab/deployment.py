@@ -52,18 +52,17 @@ class Beacon:
         found = [path for path in self.folder.iterdir() if path.name.startswith(f"{epoch}.")]
         return [path for path in found if host is None or path.name.endswith(f".{host.name}")]
 
+    def lines(self, *, epoch: int, host: Host | None = None) -> list[str]:
+        return [line for path in self.files(epoch=epoch, host=host) for line in path.read_text().splitlines()]
+
     def said(self, *, epoch: int, host: Host | None = None) -> list[float]:
         """When ranks of the epoch (on that host) said that they were alive, in order."""
-        lines = [
-            line for path in self.files(epoch=epoch, host=host) for line in path.read_text().splitlines()
-        ]
+        lines = self.lines(epoch=epoch, host=host)
         return sorted(float(line) for line in lines if not line.startswith("stop"))
 
     def stopped_at(self, host: Host, *, epoch: int = 1) -> float:
         """When the rank on that host was told to stop."""
-        lines = [
-            line for path in self.files(epoch=epoch, host=host) for line in path.read_text().splitlines()
-        ]
+        lines = self.lines(epoch=epoch, host=host)
         return float(next(line for line in lines if line.startswith("stop")).split()[1])
 
 
@@ -196,18 +195,18 @@ class Lab(RealMesh):
 
     # ---- runs ---
 
-    def beacon(self, *options: str) -> Beacon:
-        """Submits a run whose ranks say every 10 ms that they are alive, until `finish`."""
+    def beacon(self, *options: str, text: str = BEACON) -> Beacon:
+        """Submits a run whose ranks say every 10 ms that they are alive, until `finish`; or one of another script."""
         name = self.new_name()
         folder = self.work / name
         folder.mkdir()
-        script = self.script("beacon.py", BEACON)
+        script = self.script(f"{name}.py", text)
         self.submit(*options, "--", "python", str(script), str(folder), name=name)
         return Beacon(name=name, uid=self.run(name)["metadata"]["uid"], folder=folder)
 
-    def running_beacon(self, *options: str) -> Beacon:
+    def running_beacon(self, *options: str, text: str = BEACON) -> Beacon:
         """As `beacon`; returns when every rank has said something."""
-        beacon = self.beacon(*options)
+        beacon = self.beacon(*options, text=text)
         ranks = len(self.running(beacon.name)["status"]["ranks"])
         wait_until(lambda: len(beacon.files(epoch=1)) == ranks, "every rank to say something")
         return beacon

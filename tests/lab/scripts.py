@@ -30,26 +30,26 @@ while not os.path.exists(f"{folder}/done"):
 """
 """Says every 10 ms that it is alive, where every host of the lab can see it: what a ghost would do to shared data."""
 
-TRAINER = """
+STUBBORN = """
 import os, sys, time, torch, torch.distributed as dist
-folder = sys.argv[1]
-dist.init_process_group("gloo")
-rank, epoch = dist.get_rank(), os.environ["NODUS_GANG_EPOCH"]
-step = 0
+folder, epoch, rank = sys.argv[1], int(os.environ["NODUS_GANG_EPOCH"]), int(os.environ["RANK"])
+file = open(f"{folder}/{epoch}.{rank}.{os.environ['LAB_HOST']}", "a", buffering=1)
 while True:
-    x = torch.ones(1000)
-    dist.all_reduce(x)
-    assert int(x[0]) == dist.get_world_size()
-    stop = torch.tensor([float(os.path.exists(f"{folder}/done"))])
-    if step == 0:
-        print(f"training epoch={epoch} world={int(x[0])} rank={rank}", flush=True)
-    step += 1
-    dist.all_reduce(stop)
-    if stop[0]:
-        break
-    time.sleep(0.02)
-print(f"trained epoch={epoch} rank={rank}", flush=True)
-dist.barrier()
-dist.destroy_process_group()
+    try:
+        dist.init_process_group("gloo")
+        while True:
+            said = [torch.zeros(2) for _ in range(dist.get_world_size())]
+            dist.all_gather(said, torch.tensor([float(epoch), float(os.path.exists(f"{folder}/done"))]))
+            file.write(f"met {time.monotonic()} {[int(who[0]) for who in said]}\\n")
+            if any(who[1] for who in said):
+                dist.barrier()
+                dist.destroy_process_group()
+                sys.exit(0)
+            time.sleep(0.02)
+    except RuntimeError as error:
+        file.write(f"door {time.monotonic()} {error!r:.100}\\n")
+        if dist.is_initialized():
+            dist.destroy_process_group()
 """
-"""A training loop over gloo, until a file `done` appears; every rank leaves at the same step."""
+"""Ranks that say in each step of which epoch they are. One that loses its peers goes back to MASTER_ADDR and tries to
+meet whoever is there now: what stale workers do, by their launcher or by themselves."""

@@ -17,7 +17,7 @@ SHORT_S = (LEASE_TTL_S - LEASE_GUARD_S) / 2
 """A fault of this length is over before any lease."""
 
 
-def _unharmed(lab: Lab, beacon: Beacon) -> None:
+def unharmed(lab: Lab, beacon: Beacon) -> None:
     """Each rank's one process has lived through, and the run ends well at its first epoch."""
     lives = lab.observer.lives(beacon.uid)
     assert [life.died_at for life in lives] == [None] * len(lives)
@@ -35,11 +35,18 @@ def test_a_killed_part_of_the_head_comes_back_and_no_rank_notices(lab: Lab, acto
     victim.kill()
     wait_until(lambda: [p for p in lab.head_host.processes(actor) if p != victim], f"another {actor}")
     lab.running(beacon.name)
-    _unharmed(lab, beacon)
+    unharmed(lab, beacon)
 
 
-@pytest.mark.parametrize("fault", ["cut", "freeze"])
-@pytest.mark.parametrize("whose", ["the head's", "a machine's"])
+@pytest.mark.parametrize(
+    ("whose", "fault"),
+    [
+        ("the head's", "cut"),
+        pytest.param("the head's", "freeze", marks=pytest.mark.soak),
+        pytest.param("a machine's", "cut", marks=pytest.mark.soak),
+        pytest.param("a machine's", "freeze", marks=pytest.mark.soak),
+    ],
+)
 def test_a_silence_that_is_shorter_than_a_lease_changes_nothing(lab: Lab, fault: str, whose: str) -> None:
     beacon = lab.running_beacon("--nodes", "3")
     host = lab.head_host if whose == "the head's" else lab.host_of(beacon.name, 1)
@@ -48,4 +55,4 @@ def test_a_silence_that_is_shorter_than_a_lease_changes_nothing(lab: Lab, fault:
     time.sleep(SHORT_S)  # the fault's length
     host.mend()
     lab.running(beacon.name)
-    _unharmed(lab, beacon)
+    unharmed(lab, beacon)

@@ -52,7 +52,7 @@ def test_no_rank_starts_before_the_last_one_has_arrived(lab: Lab) -> None:
     assert lab.ended(beacon.name)["status"]["state"] == "Succeeded"
 
 
-@pytest.mark.parametrize("how", ["kill", "power_off"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.soak), "power_off"])
 def test_a_host_that_dies_takes_its_run_with_it(lab: Lab, how: str) -> None:
     beacon = lab.running_beacon("--nodes", "2", *FINAL)
     lost, other = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)
@@ -64,7 +64,14 @@ def test_a_host_that_dies_takes_its_run_with_it(lab: Lab, how: str) -> None:
     assert lab.observer.lives(beacon.uid, host=other)
 
 
-@pytest.mark.parametrize("direction", ["both ways", "to the head", "from the head"])
+@pytest.mark.parametrize(
+    "direction",
+    [
+        pytest.param("both ways", marks=pytest.mark.soak),
+        "to the head",
+        pytest.param("from the head", marks=pytest.mark.soak),
+    ],
+)
 def test_a_host_that_is_cut_off_ends_its_ranks_before_anybody_else_learns_of_it(
     lab: Lab, direction: str
 ) -> None:
@@ -91,6 +98,7 @@ def _cut(lab: Lab, name: str, direction: str) -> None:
         lab.head_host.cut_towards(host)
 
 
+@pytest.mark.soak
 def test_a_host_that_froze_finds_its_lease_over_and_does_nothing_more(lab: Lab) -> None:
     beacon = lab.running_beacon("--nodes", "2", *FINAL)
     lost, other = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)

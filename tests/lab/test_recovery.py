@@ -7,6 +7,7 @@ import pytest
 from tests.e2e.real_mesh import wait_until
 from tests.lab.deployment import Beacon, Lab
 from tests.lab.hosts import Host
+from tests.lab.scripts import STUBBORN
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -35,7 +36,7 @@ def _lose(host: Host, how: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "how"),
     [
-        (1, "kill"),
+        pytest.param(1, "kill", marks=pytest.mark.soak),
         (0, "power_off"),
         pytest.param(1, "cut", marks=pytest.mark.soak),
         pytest.param(0, "cut", marks=pytest.mark.soak),
@@ -73,6 +74,31 @@ def test_a_host_that_thaws_in_the_middle_of_the_next_epoch_finds_every_door_clos
     assert {life.rank for life in second} == {0, 1}
     assert lost.name not in {life.host for life in second}
     _finished(lab, beacon, epoch=2)
+
+
+@pytest.mark.torch
+@pytest.mark.soak
+def test_a_ghost_that_goes_back_to_the_rendezvous_meets_nobody(lab: Lab) -> None:
+    """Rank 0 keeps its machine, so the next epoch's store listens where the last one's did, and a stale worker that
+    is left alone finds it: what others paid for. Its host thaws while the next epoch trains."""
+    beacon = lab.running_beacon("--nodes", "2", text=STUBBORN)
+    lost, kept = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)
+    wait_until(lambda: _meetings(beacon, 1), "the ranks to meet")
+    lost.freeze()
+    wait_until(lambda: _meetings(beacon, 2), "the next epoch's ranks to meet", limit_s=120)
+    assert lab.host_of(beacon.name, 0) is kept
+    lost.thaw()
+    lab.observer.wait_for_none(beacon.uid, epoch=1)
+    before = len(_meetings(beacon, 2))
+    wait_until(lambda: len(_meetings(beacon, 2)) > before + 50, "the next epoch to train on")
+    assert set(_meetings(beacon, 2)) == {"[2, 2]"}
+    assert set(_meetings(beacon, 1)) == {"[1, 1]"}
+    _finished(lab, beacon, epoch=2)
+
+
+def _meetings(beacon: Beacon, epoch: int) -> list[str]:
+    """Who met whom in each step of this epoch's ranks."""
+    return [line.split(maxsplit=2)[2] for line in beacon.lines(epoch=epoch) if line.startswith("met")]
 
 
 @pytest.mark.soak
