@@ -48,8 +48,8 @@ STOP_TIMEOUT_S = 5.0
 GIVE_BACK_LIMIT_S = 5.0
 """How long a delete waits for the machines of a run that has just ended."""
 
-FORGET_CHECKPOINTS_S = 10.0
-"""How long a delete waits for the checkpoint store."""
+FORGET_CHECKPOINTS_AGAIN_S = (1.0, 10.0, 60.0, 600.0)
+"""Pauses between the tries to remove a deleted run's checkpoints; then they are left, and the log says so."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class Coordinator:
         self._news = asyncio.Event()
         self._faults: dict[str, str] = {}
         """Drivers that ended by a fault of this program, and the fault: told by `status`."""
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._is_stopping = False
 
     async def start(self) -> None:
@@ -103,6 +104,9 @@ class Coordinator:
         self._is_stopping = True
         self._news.set()
         await asyncio.gather(*(self._stop_driver(uid) for uid in list(self._drivers)))
+        for task in list(self._forgetting):
+            task.cancel()
+        await asyncio.gather(*self._forgetting, return_exceptions=True)
         await self._journal.close()
 
     async def _stop_driver(self, uid: RunUid) -> None:
@@ -273,18 +277,27 @@ class Coordinator:
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
             await self._fleet.forget_run(driver.uid)
-            await self._forget_checkpoints(driver.uid)
+            self._forget_checkpoints(driver.uid)
 
-    async def _forget_checkpoints(self, uid: RunUid) -> None:
-        if self._checkpoints is None:
+    def _forget_checkpoints(self, uid: RunUid) -> None:
+        """In the background: a store that is away holds no delete up."""
+        store = self._checkpoints
+        if store is None:
             return
-        try:
-            async with asyncio.timeout(FORGET_CHECKPOINTS_S):
-                await self._checkpoints.delete_run(uid)
-        except (MeshError, TimeoutError) as error:
-            _log.warning(
-                "the checkpoints of run %s may still be in %s: %s", uid, self._checkpoints.url, error
-            )
+
+        async def forget() -> None:
+            for delay_s in (*FORGET_CHECKPOINTS_AGAIN_S, None):
+                try:
+                    await store.delete_run(uid)
+                    return
+                except MeshError as error:
+                    _log.warning("the checkpoints of run %s may still be in %s: %s", uid, store.url, error)
+                if delay_s is not None:
+                    await asyncio.sleep(delay_s)
+
+        task = asyncio.create_task(forget(), name=f"forget checkpoints of {uid}")
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""
