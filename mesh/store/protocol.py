@@ -126,12 +126,15 @@ class ReplyEncoder:
         return encode_fields((message[0], code, *message[1:]))
 
     def _encode_opened(self, message: ms.Opened) -> bytes:
-        """The answer is the same for every rank but for the id, so its long part is packed once."""
+        return b"".join(self.opened(message))
+
+    def opened(self, message: ms.Opened) -> tuple[bytes, bytes]:
+        """The frame in two pieces. It is the same for every rank but for the id, so the long one is packed once."""
         if self._payloads is not message.payloads:
             self._payloads = message.payloads
             self._payloads_tail = _packer.pack(message.payloads)
         head = struct.pack(">BBIB", 0x93, 0xCE, message.id, _REPLY_KIND_OF[ms.Opened])
-        return _HEADER.pack(len(head) + len(self._payloads_tail)) + head + self._payloads_tail
+        return _HEADER.pack(len(head) + len(self._payloads_tail)) + head, self._payloads_tail
 
 
 def encode_fields(fields: tuple[Any, ...]) -> bytes:
@@ -228,6 +231,13 @@ class RequestStream(_FrameStream):
 
     def feed(self, data: bytes) -> Sequence[ms.Request]:
         """Every request that is whole by now. Raises RemoteProtocolError on anything else."""
+        size = len(data)
+        if (
+            self.is_plain
+            and size > _HEADER_BYTES
+            and size - _HEADER_BYTES == _HEADER.unpack_from(data)[0] <= self.bytes_max
+        ):
+            return (self._request(data[_HEADER_BYTES:]),)  # nearly every piece is one frame
         requests = [self._request(body) for body in self._bodies(data)]
         self.is_plain = not self._buffer
         return requests

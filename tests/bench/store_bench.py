@@ -91,9 +91,10 @@ def serve_ours(report: int) -> None:
     """Runs the store until killed; writes its port to the descriptor."""
     import uvloop
 
-    from coordinator.store_actor import StoreServer
+    from coordinator.store_actor import StoreServer, settle_memory
 
     async def serve() -> None:
+        settle_memory()  # as the actor does
         server = StoreServer(host="127.0.0.1", port=0, admin_secret=SECRET_ADMIN, member_secret=SECRET_MEMBER)
         address = await server.start()
         os.write(report, str(address.port).encode())
@@ -331,26 +332,31 @@ async def set_floor(port: int) -> None:
     await admin.close()
 
 
-def run(quick: bool) -> list[dict[str, Any]]:
-    """Every row of this benchmark. It is taken in a process of its own (see `forbid_name_lookups`)."""
+def in_own_process(take: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What `take` returns, taken in a process of its own where no name is looked up (see `forbid_name_lookups`)."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
 
-        def take() -> None:
+        def work() -> None:
             forbid_name_lookups()
             with os.fdopen(writer, "w") as results:
-                json.dump(take_rows(quick), results)
+                json.dump(take(), results)
 
-        _run_as_child(take)
+        _run_as_child(work)
     os.close(writer)
     with os.fdopen(reader) as results:
         text = results.read()
     os.waitpid(pid, 0)
     if not text:
-        raise RuntimeError("the store could not be measured; the reason is above")
+        raise RuntimeError("it could not be measured; the reason is above")
     rows: list[dict[str, Any]] = json.loads(text)
     return rows
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """Every row of this benchmark."""
+    return in_own_process(lambda: take_rows(quick))
 
 
 def take_rows(quick: bool) -> list[dict[str, Any]]:
