@@ -5,10 +5,11 @@
 It is a process of its own so that no busy interpreter, no garbage collection and no Ray call can delay a heartbeat.
 
 What it is told (stdin, JSON lines)
-    {"store": {"host", "port", "secret"}, "incarnation": "uid.epoch.rank.token",
+    {"store": {"host", "port", "secret", "source"}, "incarnation": "uid.epoch.rank.token",
      "ttl_s", "guard_s", "heartbeat_s"}       once, first
     {"op": "release"}                         nothing runs any more: give the lease back and end
     end of file                               the member is dead: kill its tree, release nothing, end
+    SIGUSR1                                   its machine is being cut off (`agents.chaos`): talk to the store by TCP
 What it says (stdout, JSON lines)
     {"ev": "granted"} | {"ev": "refused", "reason", "message"}      one of the two, first
     {"ev": "alive"}                           about every heartbeat: this process runs
@@ -30,6 +31,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
 import time
 from typing import Any
@@ -63,7 +65,14 @@ class Keeper:
 
     def __init__(self, config: dict[str, Any], *, commands: int, events: int) -> None:
         store = config["store"]
-        self._line = StoreLine((str(store["host"]), int(store["port"])), str(store["secret"]), now=now)
+        self._line = StoreLine(
+            (str(store["host"]), int(store["port"])),
+            str(store["secret"]),
+            now=now,
+            source=store.get("source"),
+        )
+        self._is_cut_off = False
+        """Told by a signal, and not acted upon yet."""
         self._incarnation = Incarnation.parse(config["incarnation"])
         self._terms = ls.LeaseTerms(
             ttl_s=config["ttl_s"], guard_s=config["guard_s"], heartbeat_s=config["heartbeat_s"]
@@ -80,6 +89,7 @@ class Keeper:
 
     def run(self) -> int:
         """Until the lease is over. Answers the exit code."""
+        signal.signal(signal.SIGUSR1, self._on_cut)
         self._perform(self._lease.start())
         while not self._is_over:
             self._wait()
@@ -88,6 +98,9 @@ class Keeper:
             self._tell_alive()
         self._line.close()
         return 0
+
+    def _on_cut(self, number: int, frame: object) -> None:
+        self._is_cut_off = True
 
     # --- waiting --------------------------------------------------------------------------------
 
@@ -103,7 +116,11 @@ class Keeper:
 
     def _happened(self) -> list[le.LeaseEvent]:
         """What the store said comes first: it may be the very renewal that the clock asks for."""
-        return [*self._line.happened(), *self._from_parent(), le.Woke()]
+        events = self._line.happened()
+        if self._is_cut_off:
+            self._is_cut_off = False
+            events += self._line.leave_short_way()
+        return [*events, *self._from_parent(), le.Woke()]
 
     # --- the parent -----------------------------------------------------------------------------
 
@@ -185,6 +202,7 @@ def read_config(commands: int) -> dict[str, Any] | None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a line that it is about
     config = read_config(0)
     if config is None:
         return 1

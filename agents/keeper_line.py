@@ -1,7 +1,8 @@
 """A keeper's line to the store: one socket, never blocking, and what the kernel says of the store at its other end.
 
 Rules of this file:
-1. On the store's own machine the line is the short way (`mesh.store.local`), elsewhere TCP.
+1. On the store's own machine the line is the short way (`mesh.store.local`), elsewhere TCP. A machine that is
+   simulated there is cut off (`agents.chaos`) by `leave_short_way`: TCP from its own address, which the cut drops.
 2. What is told of the store's process is told by the kernel of the machine that it runs on, and only there: bytes
    that it has not read (SIOCOUTQ), a process that has exited (pidfd), an address that nobody listens on. Elsewhere a
    refusal may come from something between.
@@ -35,9 +36,19 @@ class StoreLine:
     Args:
         address: the store's host and port.
         now: the keeper's clock.
+        source: the address to connect from by TCP; None leaves it to the kernel.
     """
 
-    def __init__(self, address: tuple[str, int], secret: str, *, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: str,
+        *,
+        now: Callable[[], float],
+        source: str | None = None,
+    ) -> None:
+        self._source = source
+        self._may_be_short = True
         self._address = address
         self._secret = secret
         self._now = now
@@ -61,7 +72,7 @@ class StoreLine:
         """Drops any connection and begins another one."""
         self.close()
         self._tried_at = self._now()
-        local = connect_locally(*self._address)
+        local = connect_locally(*self._address) if self._may_be_short else None
         if local is not None:
             self._socket, self._is_local = local, True
             self._remember_process(local)
@@ -73,6 +84,8 @@ class StoreLine:
             )[0]
             self._socket = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._source is not None:
+                self._socket.bind((self._source, 0))
             code = self._socket.connect_ex(target)
         except OSError as error:
             return self._lost(error.errno or 0)
@@ -114,6 +127,17 @@ class StoreLine:
         except RemoteProtocolError as error:
             self.close()
             return [*events, le.ConnectionLost(message=str(error))]
+
+    def leave_short_way(self) -> list[le.LeaseEvent]:
+        """From now on by TCP, as from another machine: nothing is seen of the store's process any more."""
+        self._may_be_short = False
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if not self._is_local:
+            return []
+        self.close()
+        return [le.ConnectionLost(message="This machine is cut off.")]
 
     def close(self) -> None:
         """Idempotent."""

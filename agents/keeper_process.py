@@ -93,6 +93,7 @@ class KeeperProcess:
                     "host": order.store.host,
                     "port": order.store.port,
                     "secret": order.store.secret,
+                    "source": order.store.source,
                 },
                 "incarnation": str(order.incarnation),
                 "ttl_s": order.lease_ttl_s,

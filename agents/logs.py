@@ -309,8 +309,9 @@ class _Connection:
         """Raises OSError or MeshTimeoutError."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                source = None if endpoint.source is None else (endpoint.source, 0)
                 reader, writer = await asyncio.open_connection(
-                    endpoint.host, endpoint.port, limit=_READ_BYTES
+                    endpoint.host, endpoint.port, limit=_READ_BYTES, local_addr=source
                 )
         except TimeoutError:
             raise MeshTimeoutError("The log sink did not answer.", timeout_s=CONNECT_TIMEOUT_S) from None

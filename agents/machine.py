@@ -17,11 +17,12 @@ import ipaddress
 import platform
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
 from mesh.errors import PlacementError
+from mesh.plan import Endpoint
 from mesh.reasons import Reason
 
 MASTER_PORT_FIRST = 29500
@@ -46,6 +47,19 @@ def interface_for(address: str) -> str | None:
             if own == wanted or (own.is_loopback and wanted.is_loopback and own.version == wanted.version):
                 return name
     return None
+
+
+def from_here(endpoint: Endpoint, address: str) -> Endpoint:
+    """The endpoint as a machine of this address connects to it: from that address where both are on loopback.
+
+    Elsewhere the kernel knows better which of the machine's addresses leads there.
+    """
+    ends = (endpoint.host, address)
+    try:
+        is_simulated = all(ipaddress.ip_address(end).is_loopback for end in ends) and len(set(ends)) == 2
+    except ValueError:  # a name
+        is_simulated = False
+    return replace(endpoint, source=address) if is_simulated else endpoint
 
 
 def versions() -> dict[str, str]:

@@ -114,6 +114,10 @@ class Member:
         status = self._core.status()
         if status is not None and status.incarnation != order.incarnation:
             raise ConflictError(f"This member is {status.incarnation}, not {order.incarnation}.")
+        address = self._config.address
+        order = replace(
+            order, store=machine.from_here(order.store, address), logs=machine.from_here(order.logs, address)
+        )
         await self._inbox.put(ev.JoinOrdered(incarnation=order.incarnation, order=order))
 
     async def fence(self, order: FenceOrder) -> None:

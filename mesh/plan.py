@@ -86,3 +86,6 @@ class Endpoint:
     host: str
     port: int
     secret: str = field(repr=False)
+    source: str | None = None
+    """The address to connect from; None leaves it to the kernel. A machine that is simulated on a host with others
+    has one of its own: what is cut off is told by it."""

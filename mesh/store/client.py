@@ -253,10 +253,14 @@ class StoreClient:
     async def _open(self, prefers_local: bool) -> None:
         endpoint = self._endpoint
         loop = asyncio.get_running_loop()
-        local = connect_locally(endpoint.host, endpoint.port) if prefers_local else None
+        may_be_short = prefers_local and endpoint.source is None
+        local = connect_locally(endpoint.host, endpoint.port) if may_be_short else None
+        source = None if endpoint.source is None else (endpoint.source, 0)
         try:
             if local is None:
-                await loop.create_connection(lambda: _Wire(self), endpoint.host, endpoint.port)
+                await loop.create_connection(
+                    lambda: _Wire(self), endpoint.host, endpoint.port, local_addr=source
+                )
             else:
                 await loop.create_unix_connection(lambda: _Wire(self), sock=local)
         except OSError as error:

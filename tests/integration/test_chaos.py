@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -16,10 +17,17 @@ import psutil
 import pytest
 
 from agents import chaos
+from agents.core import events as ev
+from agents.keeper_process import KeeperProcess
+from agents.machine import from_here
 from agents.signing_in import SERVES_VARIABLE
 from agents.supervisor_protocol import INCARNATION_VARIABLE
-from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunUid, new_run_uid
-from mesh.states import HarmKind
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid, new_run_uid
+from mesh.messages import JoinOrder
+from mesh.plan import Endpoint, RunPlan
+from mesh.states import HarmKind, Transport
+from mesh.store.local import local_name
+from tests.fakes.store import FakeStore
 
 DEADLINE_S = 20.0
 ROOT = Path(__file__).parents[2]
@@ -202,6 +210,56 @@ def test_a_machine_that_cannot_be_cut_off_says_what_is_missing(
     assert refusal is not None
     assert "nft" in refusal
     assert chaos.why_not(machine.order(HarmKind.FREEZE, 5.0)) is None
+
+
+async def test_a_keeper_that_is_cut_off_leaves_the_way_that_no_filter_sees() -> None:
+    store = FakeStore()
+    await store.start()
+    short_way = await asyncio.start_unix_server(store._serve, local_name("127.0.0.1", store.port))
+    me = Machine._life(new_run_uid(), 0)
+    order = JoinOrder(
+        incarnation=me,
+        plan=RunPlan(name=RunName("job"), command=("true",)),
+        machine=MachineName("m0"),
+        store=from_here(store.endpoint, "127.0.77.1"),
+        logs=store.endpoint,
+        transport=Transport.PRIVATE,
+    )
+    told: list[ev.MemberEvent] = []
+    keeper = KeeperProcess(order, tell=told.append)
+
+    def sources() -> list[str]:
+        return [str(writer.get_extra_info("peername")[:1]) for writer in store.connections]
+
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await keeper.start()
+            while not told:
+                await asyncio.sleep(0.01)
+            assert isinstance(told[0], ev.LeaseGranted)
+            assert "127.0.77.1" not in str(sources())
+            assert keeper.pid is not None
+            os.kill(keeper.pid, signal.SIGUSR1)
+            while "127.0.77.1" not in str(sources()):
+                await asyncio.sleep(0.01)
+            renewed = store.count("GrantLease")
+            while store.count("GrantLease") < renewed + 3:
+                await asyncio.sleep(0.01)
+            assert len(told) == 1
+            await keeper.release()
+    finally:
+        await keeper.close()
+        short_way.close()
+        await store.stop()
+
+
+def test_a_simulated_machine_connects_from_its_own_address_and_a_real_one_as_the_kernel_likes() -> None:
+    head = Endpoint(host="127.0.0.1", port=1, secret="s")
+    assert from_here(head, "127.0.77.1").source == "127.0.77.1"
+    assert from_here(head, "127.0.0.1").source is None
+    assert from_here(head, "10.0.0.7").source is None
+    assert from_here(Endpoint(host="10.0.0.2", port=1, secret="s"), "10.0.0.7").source is None
+    assert from_here(Endpoint(host="head", port=1, secret="s"), "127.0.77.1").source is None
 
 
 CUT = """

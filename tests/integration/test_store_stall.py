@@ -68,7 +68,7 @@ class Scene:
         }  # fmt: skip
         return Gang(
             uid=self.uid, plan=RunPlan(name=RunName("r"), command=("true",), nodes=2), created_at=0.0,
-            state=RunState.RUNNING, epoch=Epoch(1), members=members, machines_held=True, barrier_open=True,
+            state=RunState.RUNNING, epoch=Epoch(1), members=members, barrier_open=True,
         )  # fmt: skip
 
     # ---- the coordinator --------------------------------------------------------------------------
