@@ -170,9 +170,7 @@ def _names_of(pid: int) -> set[bytes]:
 def start_undoer(order: HarmOrder, *, raylet: int | None) -> None:
     """Starts the process that does it and undoes it. Returns when that has its order."""
     roots = dict.fromkeys(str(Path(module).resolve().parents[1]) for module in (__file__, _mesh_file()))
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(roots)}
-    if MARK in os.environ:  # so that the deployment's end finds it
-        environment[MARK] = os.environ[MARK]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
     command = [*_DETACHING_SHELL, sys.executable, "-S", "-P", __file__]
     record = {**order.to_record(), "raylet": raylet}
     subprocess.run(

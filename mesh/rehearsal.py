@@ -115,6 +115,6 @@ def _seconds(
         "pause": between(old["endedAt"], new["beganAt"]),
         "assembly": between(new["beganAt"], new["openedAt"]),
         "start": between(new["openedAt"], new["runningAt"]),
-        "firstLine": between(new["runningAt"], first_line_at),
+        "firstLine": between(new["openedAt"], first_line_at),
         "total": between(harm["at"], first_line_at or new["runningAt"]),
     }

@@ -32,6 +32,15 @@ TIMEOUT_S_DEFAULT = 600.0
 FIRST_LINE_LIMIT_S = 15.0
 """A command that prints nothing for so long after it runs again is not waited for."""
 _Rank = int | None
+_TIMES = (
+    ("detected", "detection", "from the harm until it was decided to stop"),
+    ("fenced", "fence", "until every rank was proven gone"),
+    ("paused", "pause", "before it was tried again"),
+    ("assembled", "assembly", "until every rank was at the barrier"),
+    ("first line", "firstLine", "from there until the command printed something"),
+    ("started", "start", "from there until all ranks ran"),
+    ("in all", "total", "from the harm until the first line"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,17 +298,9 @@ def verdict_lines(told: Mapping[str, Any]) -> list[str]:
         lines.append(row("told as", f"{cause['reason']}: {cause['message']} (rank {cause['rank']}{charged})"))
         if not told["ofTheHarm"]:
             lines.append(row("", "another rank than the one that was harmed"))
-    for title, key in (
-        ("detected", "detection"),
-        ("fenced", "fence"),
-        ("paused", "pause"),
-        ("assembled", "assembly"),
-        ("started", "start"),
-        ("first line", "firstLine"),
-        ("in all", "total"),
-    ):
+    for title, key, meaning in _TIMES:
         if seconds[key] is not None and (key != "pause" or seconds[key] >= 0.1):
-            lines.append(row(title, span(seconds[key])))
+            lines.append(row(title, f"{span(seconds[key]):<6} {meaning}"))
     lines += [row(f"rank {r['rank']}", f"{r['from']} -> {r['to']}") for r in told["replaced"]]
     if told["kept"]:
         lines.append(row("kept", "rank " + ", ".join(map(str, told["kept"]))))

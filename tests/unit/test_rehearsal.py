@@ -95,7 +95,7 @@ def test_the_verdict_names_the_step_the_loss_the_times_and_the_machines() -> Non
         "pause": 0.0,
         "assembly": 3.0,
         "start": 0.5,
-        "firstLine": 0.5,
+        "firstLine": 1.0,
         "total": 8.0,
     }
     lines = "\n".join(verdict_lines(told))
