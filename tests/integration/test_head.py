@@ -103,7 +103,7 @@ def test_the_real_parts_serve_an_empty_deployment(deployment: StartDeployment) -
     running = deployment(machines=1)
     status = running.call("GET", "/v1/status")
     assert (status["state"], status["local"]) == ("Ready", True)
-    assert status["machines"] == {"Ready": 1, "InUse": 0, "Lost": 0}
+    assert status["machines"] == {"Ready": 1, "InUse": 0, "Leaving": 0, "Lost": 0}
     assert running.call("GET", "/v1/runs")["runs"] == []
     assert running.stop() == 0
     assert {p.name for p in running.state.iterdir()} >= {
