@@ -146,10 +146,6 @@ class GangCore(Ending):
             due.backoff = None
             self._dirty = True
             self._begin_if_seated()
-        if due.commit is not None and now >= due.commit:
-            self.gang.checkpoints.wish = None
-            due.commit = None
-            self._dirty = True
         if due.healthy is not None and now >= due.healthy:
             due.healthy = None
             self._earn_back()
@@ -158,8 +154,9 @@ class GangCore(Ending):
 
     def _watch_health(self) -> None:
         gang = self.gang
-        has_debt = gang.restarts != recovery.earned_back(gang.restarts)
-        if gang.state is RunState.RUNNING and has_debt and self._due.healthy is None:
+        if gang.state is not RunState.RUNNING or self._due.healthy is not None:
+            return
+        if gang.restarts != recovery.earned_back(gang.restarts):
             self._due.healthy = self._now.mono + recovery.HEALTHY_S
 
     def _earn_back(self) -> None:
@@ -248,6 +245,7 @@ class GangCore(Ending):
             return  # a rank without a member could still be let in
         if gang.outcome.kind in _GOES_ON and self._awaits_commit():
             return
+        self._due.commit = None
         self._effects.extend(DismissMember(incarnation=m.incarnation) for m in gang.members.values())
         self._tell_chapter(ended_at=self._now.wall)
         match gang.outcome.kind:

@@ -116,16 +116,14 @@ def _check_machines(gang: Gang) -> None:
     assert len({h.machine for h in open_lines}) == len(open_lines), (
         "6: a machine is in the ledger once at a time"
     )
-    assert len({h.rank for h in seats}) == len(seats), "5: a rank has one machine"
+    by_rank = {h.rank: h.machine for h in seats}
+    assert len(by_rank) == len(seats), "5: a rank has one machine"
     if gang.state in _EPOCH_STATES:
-        for member in gang.members.values():
-            seat = gang.seats.get(member.rank)
-            assert seat is not None and seat.machine == member.machine, (
-                "6: members are on machines that are held"
-            )
+        for rank, member in gang.members.items():
+            assert by_rank.get(rank) == member.machine, "6: members are on machines that are held"
     asked = [rank for want in gang.wanted.values() for rank in want.ranks]
     assert len(asked) == len(set(asked)), "6: a rank's machine is asked for once"
-    assert not {h.rank for h in seats} & set(asked), "6: who has a machine asks for none"
+    assert not by_rank.keys() & set(asked), "6: who has a machine asks for none"
     if gang.outcome is None and gang.reservation and gang.state in (RunState.PENDING, RunState.ASSEMBLING):
         assert set(gang.vacant) == set(asked), "9: who has no machine asks for one"
 

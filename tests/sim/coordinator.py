@@ -147,7 +147,8 @@ class SimCoordinator:
         if not is_crash and world.roll(faults.crash_at_write):
             is_crash, is_durable = True, world.random.random() < 0.5
         if is_durable:
-            self.commit(uid, shell.core.gang.snapshot())
+            # A core that checks itself has a copy already, of its state after the last event that changed it.
+            self.commit(uid, shell.core._checked or shell.core.gang.snapshot())
         if is_crash:
             self.crash()
             return

@@ -141,8 +141,7 @@ class Incidents:
             Incident.RECLAIM,
         ):
             return  # the head and its store are on it
-        world.trouble(for_s)
-        machine.troubled_until = max(machine.troubled_until, until + AFTERMATH_S)
+        world.trouble_machine(machine, for_s)
         match kind:
             case Incident.MACHINE_LOST:
                 machine.lose()
@@ -153,8 +152,7 @@ class Incidents:
                     if random.random() < 0.25:  # it comes back without its network
                         lost_s = self._until(for_s + random.uniform(1.0, 10.0)) - world.now
                         self._cut(random.choice(list(_CUTS)), machine, lost_s)
-                        machine.troubled_until = max(machine.troubled_until, world.now + lost_s + AFTERMATH_S)
-                        world.trouble(lost_s)
+                        world.trouble_machine(machine, lost_s)
                     self._may_be_given_up(machine, for_s)
             case Incident.CUT_FROM_STORE | Incident.CUT_FROM_HEAD | Incident.CUT_OFF:
                 self._cut(kind, machine, for_s)
@@ -212,7 +210,7 @@ class Incidents:
         world.at(machine.troubled_until - AFTERMATH_S, self._take_away, machine)
 
     def _take_away(self, machine: Machine) -> None:
-        self.world.trouble(1.0)
+        self.world.trouble_machine(machine, 1.0)
         machine.lose()
 
     def _end_something(self, kind: Incident, machine: Machine) -> None:

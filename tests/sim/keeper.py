@@ -105,6 +105,7 @@ class SimKeeper:
         if (
             isinstance(event, le.Confirmed)
             and not self.world.troubled
+            and self.machine.is_roused_until <= self.world.now
             and not self.is_over
             and self.lease.state.phase is ls.LeasePhase.HOLDING
             and self.lease.state.connected

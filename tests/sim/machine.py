@@ -46,6 +46,8 @@ class Machine:
         self.cut_until = {"store out": 0.0, "store in": 0.0, "head out": 0.0, "head in": 0.0}
         """When each direction of each path is open again."""
         self.slow_until = 0.0
+        self.is_roused_until = 0.0
+        """Until then its keepers do not doze."""
         self.troubled_until = 0.0
         """Until then nobody may be surprised that a lease of this machine lapses."""
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []

@@ -237,7 +237,7 @@ class SimStore:
                 lease.renew(self.clock() - ago_s * self.rate)
 
     def rouse_before(self) -> None:
-        """Something is about to go wrong: whatever dozed has been heard of until now."""
+        """It is about to go wrong itself: whatever dozed has been heard of until now."""
         if not self._ticks and not self.is_down:
             for gang in self.state.books.gangs.values():
                 self._refresh_dozing(gang.uid)
@@ -268,8 +268,12 @@ class SimStore:
         if life != self.life or self.is_stalled or self.is_down:
             self._ticks = False
             return
+        now, keepers = self.clock(), self.keepers
         for gang in self.state.books.gangs.values():
-            self._refresh_dozing(gang.uid)
-        self._deliver_all(self.state.tick(self.clock()))
+            for lease in gang.leases.values():
+                keeper = keepers.get(lease.token)
+                if keeper is not None and keeper.is_dozing:
+                    lease.renew(now)
+        self._deliver_all(self.state.tick(now))
         self._ticks = False
         self._tick_on()

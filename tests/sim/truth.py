@@ -62,12 +62,14 @@ class Truth:
         self._started.add((me.run_uid, me.epoch, me.rank))
         self.alive.setdefault(me.run_uid, {})[me] = process
         self.check_acting()
-        self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} lives on {process.machine.name}")
+        if self.world.keeps_log:
+            self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} lives on {process.machine.name}")
 
     def process_ended(self, process: SimProcess) -> None:
         me = process.incarnation
         del self.alive[me.run_uid][me]
-        self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} is dead")
+        if self.world.keeps_log:
+            self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} is dead")
 
     def failed_by_itself(self, incarnation: Incarnation) -> None:
         self._by_itself.add(incarnation)

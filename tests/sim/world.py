@@ -28,6 +28,7 @@ from tests.sim.coordinator import SimCoordinator
 from tests.sim.faults import Faults, Incident
 from tests.sim.fleet import SimFleet
 from tests.sim.incidents import AFTERMATH_S, Incidents, cancel_event
+from tests.sim.machine import Machine
 from tests.sim.network import Network
 from tests.sim.store import SimStore
 from tests.sim.store_line import StoreLine
@@ -186,8 +187,17 @@ class World:
 
     # ---- trouble and healing ----------------------------------------------------------------------
 
+    def trouble_machine(self, machine: Machine, for_s: float) -> None:
+        """Something goes wrong there now, for so long: from here on every heartbeat from it counts."""
+        machine.is_roused_until = max(machine.is_roused_until, self.now + for_s + AFTERMATH_S)
+        machine.troubled_until = max(machine.troubled_until, self.now + for_s + AFTERMATH_S)
+        for member in machine.members:
+            if member.keeper is not None:
+                member.keeper.rouse()
+        self.store.rouse()
+
     def trouble(self, for_s: float) -> None:
-        """Something goes wrong now, for so long: from here on every heartbeat counts."""
+        """Something goes wrong with the store now, for so long: from here on every heartbeat counts."""
         until = self.now + for_s + AFTERMATH_S
         if until > self._trouble_until:
             self._trouble_until = until
