@@ -52,6 +52,7 @@ from coordinator.core.events import (
     TimePassed,
 )
 from coordinator.core.gang import GangCore
+from coordinator.core.pace import HEAR_FIRST_S, has_stalled
 from coordinator.fleet import Fleet, MemberGoneError, Shape, Waiting
 from coordinator.journal import Journal
 from mesh.errors import MeshError, StorageError, TransportError
@@ -184,14 +185,24 @@ class GangDriver:
                 letter.durable.set_exception(_driver_ended())
 
     async def _next_letters(self) -> list[_Letter]:
-        """Everything that waits in the inbox; a TimePassed when a deadline comes first."""
+        """Everything that waits in the inbox; a TimePassed when a deadline comes first.
+
+        A coordinator that did not run itself hears first what was said meanwhile (`coordinator.core.pace`).
+        """
         deadline = self.core.next_deadline()
-        timeout_s = None if deadline is None else max(0.0, deadline - self._now().mono)
+        waiting_since = self._now().mono
+        timeout_s = None if deadline is None else max(0.0, deadline - waiting_since)
         try:
             async with asyncio.timeout(timeout_s):
                 letters = [await self._inbox.get()]
         except TimeoutError:
-            return [_Letter(TimePassed())]
+            assert deadline is not None, "without one there is no limit"
+            if has_stalled(deadline=deadline, waiting_since=waiting_since, now=self._now().mono):
+                _log.warning(
+                    "run %s: this coordinator stood still; it listens first", self.core.gang.plan.name
+                )
+                await asyncio.sleep(HEAR_FIRST_S)
+            return _emptied(self._inbox) or [_Letter(TimePassed())]
         return [*letters, *_emptied(self._inbox)]
 
     async def _handle(self, letters: list[_Letter]) -> None:
@@ -265,7 +276,8 @@ class GangDriver:
             case DismissMember():
                 self._stop(("order", effect.incarnation))
                 self._stop(("fence", effect.incarnation))
-                self._stop(("part", effect.incarnation))
+                self._stop(("question", effect.incarnation))
+                self._stop(("lost part", effect.incarnation))
                 self._start(
                     ("dismiss", effect.incarnation),
                     _persist_in(lambda: self._fleet.dismiss(effect.incarnation)),
@@ -286,8 +298,10 @@ class GangDriver:
         store = self._checkpoints
         match effect:
             case TellAboutPart():
-                self._stop(("part", effect.incarnation))  # only the newest question counts
-                self._start(("part", effect.incarnation), self._tell_about_part(effect))
+                if effect.question is not None:  # only the newest one counts
+                    self._stop(("question", effect.incarnation))
+                what = "lost part" if effect.question is None else "question"
+                self._start((what, effect.incarnation), self._tell_about_part(effect))
             case CommitCheckpoint() if store is not None:
                 for key in [key for key in self._tasks if key[0] == "commit" and key[1] != effect.number]:
                     self._stop(key)  # of an epoch that is over

@@ -233,6 +233,8 @@ class Checkpoints:
         for rank, parts in sorted(self._parts.items()):
             if parts and parts[-1].digest in gone:
                 retaken.append(RetakePart(rank=rank, digest=parts[-1].digest))
+                if not parts[-1].steps:  # only the newest of those can still hold
+                    parts.clear()
             parts[:] = [part for part in parts if part.digest not in gone]
         return [*retaken, *self._decide()]
 
@@ -271,7 +273,7 @@ class Checkpoints:
             return []
         chosen |= {rank: self._parts[rank][-1] for rank in unnamed}
         parts = tuple(chosen[rank].digest for rank in self._ranks())
-        if all(part.is_empty for part in chosen.values()) or not self._is_new(step, parts):
+        if all(part.is_empty for part in chosen.values()) or not self._is_new(step, chosen):
             return []
         if not unnamed:
             return self._wish_for(step, parts)
@@ -296,13 +298,19 @@ class Checkpoints:
         step = max(common)
         return step, {rank: steps[step] for rank, steps in zip(ranks, by_step, strict=True)}
 
-    def _is_new(self, step: int | None, parts: tuple[str, ...]) -> bool:
+    def _is_new(self, step: int | None, chosen: Mapping[Rank, PartFact]) -> bool:
         newest = self.newest
         if newest is None:
             return True
         if step is not None and newest.step is not None and step < newest.step:
             return False
-        return (step, parts) != (newest.step, newest.parts)
+        if step != newest.step:
+            return True
+        # More of the same step is another checkpoint; a later part that has that step too is not.
+        return any(
+            part.digest != newest.parts[rank] and (step is None or not part.steps or part.steps[-1] == step)
+            for rank, part in chosen.items()
+        )
 
     def _ask(self, step: int | None, parts: tuple[str, ...], unnamed: set[Rank]) -> list[CheckpointEffect]:
         asked = self._question
@@ -383,11 +391,12 @@ class Checkpoints:
 
     def snapshot(self) -> Checkpoints:
         """A copy that later events do not touch."""
-        return replace(
-            self,
-            committed=list(self.committed),
-            _parts={rank: list(parts) for rank, parts in self._parts.items()},
-        )
+        twin = object.__new__(Checkpoints)
+        for name in Checkpoints.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.committed = list(self.committed)
+        twin._parts = {rank: list(parts) for rank, parts in self._parts.items()}
+        return twin
 
 
 def _with_list(record: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,6 @@ class Saving(GangBase):
             number=event.number, uri=event.uri, size_bytes=event.size_bytes, created_at=event.created_at
         )
         self._dirty = True
-        self._due.commit = None
         newest = checkpoints.committed[-1]
         self._note_newest()
         if checkpoints.is_progress(newest) and not self.gang.state.is_terminal:
@@ -105,7 +104,6 @@ class Saving(GangBase):
             f"Checkpoint {checkpoints.wish.id} is not committed: {event.message}",
             reason=Reason.CHECKPOINT_CORRUPT,
         )
-        self._due.commit = None
         self._save(checkpoints.not_committed(number=event.number, lacking=event.parts))
 
     def _note_newest(self) -> None:
@@ -157,7 +155,11 @@ class Saving(GangBase):
             return False
         if self._due.commit is None:
             self._due.commit = self._now.mono + COMMIT_PATIENCE_S
-        return self._now.mono < self._due.commit
+        if self._now.mono < self._due.commit:
+            return True
+        self.gang.checkpoints.wish = None
+        self._dirty = True
+        return False
 
     def _save(self, effects: list[CheckpointEffect]) -> None:
         members = self.gang.members

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coordinator.core import effects as do
 from coordinator.core import events as ev
+from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang
 from mesh import messages as msg
@@ -90,6 +91,16 @@ class Player:
                 return ev.BarrierOpened(epoch=epoch)
             case "closed":
                 return ev.BarrierClosed(epoch=epoch, was_open=plain == ["open"])
+            case "written":
+                number = int(plain[0])
+                uri = f"file:///store/{number}.json"
+                return ev.CheckpointWritten(
+                    number=number, uri=uri, size_bytes=1 << 20, created_at=self.now.wall
+                )
+            case "lacking":
+                return ev.CheckpointLacking(
+                    number=int(plain[0]), parts=tuple(plain[1:]), message="A part is not whole in the store."
+                )
             case "cancel":
                 return ev.CancelRequested(reason=Reason.CANCELLED, message="Cancelled by a user.")
         incarnation = self._incarnation(int(plain[0]), epoch)
@@ -120,6 +131,14 @@ class Player:
                 return msg.MemberPreparationFailed(
                     incarnation=incarnation, at=at, reason=Reason.PREPARATION_FAILED, message="disk full."
                 )
+            case "damaged":
+                number = int(plain[1])
+                return msg.MemberPreparationFailed(
+                    incarnation=incarnation, at=at, reason=Reason.CHECKPOINT_CORRUPT, damaged_checkpoint=number,
+                    message=f"Checkpoint {number} cannot be restored: the content of 'a.pt' is missing.",
+                )  # fmt: skip
+            case "part" | "holds" | "changed" | "troubled":
+                return _checkpoint_report(word, plain, options, incarnation, at)
             case "started":
                 return msg.MemberStarted(incarnation=incarnation, at=at, pid=100, master_port=29500)
             case "unstarted":
@@ -168,6 +187,25 @@ class Player:
         return lines or ["    nothing"]
 
 
+def _checkpoint_report(
+    word: str, plain: list[str], options: dict[str, str], incarnation: Incarnation, at: float
+) -> msg.MemberReport:
+    """`part RANK NUMBER [STEP…|empty]`, `holds RANK QUESTION`, `changed RANK QUESTION`, `troubled RANK`."""
+    digest = options.get("digest", f"r{incarnation.rank}p{plain[1] if word == 'part' else 1}")
+    if word == "part":
+        steps = tuple(int(word) for word in plain[2:] if word != "empty")
+        files = 0 if "empty" in plain else 1
+        return msg.CheckpointPartStored(
+            incarnation=incarnation, at=at, number=int(plain[1]), digest=digest, steps=steps, files=files,
+            size_bytes=files << 20,
+        )  # fmt: skip
+    if word == "troubled":
+        return msg.CheckpointTroubled(incarnation=incarnation, at=at, message="The store is away.")
+    return msg.CheckpointPartAnswered(
+        incarnation=incarnation, at=at, question=int(plain[1]), digest=digest, holds=word == "holds"
+    )
+
+
 def _exit(text: str) -> msg.ProcessExit:
     if text.startswith("signal"):
         return msg.ProcessExit(signal=int(text.removeprefix("signal")))
@@ -189,7 +227,16 @@ def _effect_text(effect: do.GangEffect) -> str:
             return f"{name} rank {incarnation.rank} of epoch {incarnation.epoch}, {effect.grace_s:g} s"
         case do.OrderMember():
             incarnation = effect.incarnation
-            return f"{name} rank {incarnation.rank} of epoch {incarnation.epoch} on {effect.machine}"
+            start = "" if effect.restore is None else f" from {effect.restore.id}"
+            return f"{name} rank {incarnation.rank} of epoch {incarnation.epoch} on {effect.machine}{start}"
+        case do.TellAboutPart():
+            question = "is lost" if effect.question is None else f"still holds? (question {effect.question})"
+            return f"{name} rank {effect.incarnation.rank}: {effect.digest} {question}"
+        case CommitCheckpoint():
+            return f"{name} {effect.id}, step {effect.step}: {', '.join(effect.parts)}"
+        case CleanCheckpointStore():
+            kept = f"checkpoints {', '.join(map(str, effect.numbers))}; parts {', '.join(effect.parts)}"
+            return f"{name} but {kept}"
         case do.RevokeMember() | do.DismissMember():
             return f"{name} rank {effect.incarnation.rank} of epoch {effect.incarnation.epoch}"
         case do.OpenEpoch() | do.CloseBarrier() | do.ForgetGang():
