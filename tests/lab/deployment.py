@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from agents.join import WORKERS_READY
 from tests.e2e.real_mesh import INCARNATION, RealMesh, wait_until
 from tests.lab.hosts import Host
 from tests.lab.network import HEAD_NUMBER, HOST_NUMBERS, LabNetwork
@@ -30,10 +31,12 @@ from tests.lab.observer import Observer, observing
 from tests.lab.scripts import BEACON
 
 ROOT = Path(__file__).resolve().parents[2]
-START_LIMIT_S = 90.0
+START_LIMIT_S = 180.0
 STOP_LIMIT_S = 90.0
-JOIN_LIMIT_S = 60.0
+JOIN_LIMIT_S = 120.0
 PYTHON = (sys.executable, "-P", "-m")
+API_PORT = 8470
+"""Fixed, so that machines find a head that was started again."""
 
 
 @dataclass(kw_only=True)
@@ -83,7 +86,16 @@ class Lab(RealMesh):
     def start_head(self, *, environment: Mapping[str, str] | None = None) -> None:
         """Returns when it is ready."""
         reading, writing = os.pipe()
-        arguments = ["serve", "--state", str(self.state), "--address", self.head_host.address]
+        address = self.head_host.address
+        arguments = [
+            "serve",
+            "--state",
+            str(self.state),
+            "--address",
+            address,
+            "--listen",
+            f"{address}:{API_PORT}",
+        ]
         self._head_process = self.head_host.start(
             *PYTHON,
             "coordinator",
@@ -192,6 +204,22 @@ class Lab(RealMesh):
         """Where a rank of a run is now."""
         member = next(m for m in self.run(name)["status"]["ranks"] if m["rank"] == rank)
         return next(h for h in self.hosts if h.address == member["address"])
+
+    @contextlib.contextmanager
+    def held_back(self, host: Host) -> Iterator[None]:
+        """No member gets ready on this host: the worker processes that wait for one are stopped."""
+        workers: list[psutil.Process] = wait_until(
+            lambda: len(found := host.processes("ray::IDLE")) >= WORKERS_READY and found,
+            f"{host.name} to be warm",
+        )
+        for worker in workers:
+            worker.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.send_signal(signal.SIGCONT)
 
     # ---- runs ---
 

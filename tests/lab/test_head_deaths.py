@@ -56,3 +56,20 @@ def test_a_silence_that_is_shorter_than_a_lease_changes_nothing(lab: Lab, fault:
     host.mend()
     lab.running(beacon.name)
     unharmed(lab, beacon)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_head_that_burnt_down_and_is_back_carries_on_with_its_runs(lab: Lab) -> None:
+    """Without a store nobody may run: every rank ends by itself. The machines join again, and the next epoch begins."""
+    beacon = lab.running_beacon("--nodes", "2")
+    lab.head_host.power_off()
+    lab.observer.wait_for_none(beacon.uid)
+    lab.head_host.mend()
+    lab.head_host.boot()
+    lab.start_head()
+    wait_until(lambda: len(beacon.files(epoch=2)) == 2, "the next epoch's ranks to speak", limit_s=300)
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    beacon.finish()
+    run = lab.ended(beacon.name, limit_s=120)
+    assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", 2), run["status"]

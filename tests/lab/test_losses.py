@@ -5,7 +5,6 @@ The runs here may not be restarted (`--max-attempts 0`): each loss ends its run.
 
 from __future__ import annotations
 
-import signal
 import time
 
 import pytest
@@ -36,16 +35,10 @@ def test_two_hosts_with_useless_names_are_one_world(lab: Lab) -> None:
 
 def test_no_rank_starts_before_the_last_one_has_arrived(lab: Lab) -> None:
     """Case 9: one machine is slow to become ready. Nobody's command runs meanwhile, and the run succeeds."""
-    slow = lab.hosts[1]
-    workers = wait_until(lambda: slow.processes("ray::IDLE"), "a worker in which a member would be")
-    for worker in workers:
-        worker.send_signal(signal.SIGSTOP)
-    beacon = lab.beacon("--nodes", "3")
-    arrived = wait_until(lambda: lab.run(beacon.name)["status"]["barrier"]["arrived"], "somebody to arrive")
-    assert arrived < 3
-    released_at = time.monotonic()
-    for worker in workers:
-        worker.send_signal(signal.SIGCONT)
+    with lab.held_back(lab.hosts[1]):
+        beacon = lab.beacon("--nodes", "3")
+        wait_until(lambda: lab.run(beacon.name)["status"]["barrier"]["arrived"] == 2, "two ranks to arrive")
+        released_at = time.monotonic()
     lab.running(beacon.name)
     lab.observer.assert_together(beacon.uid, epoch=1, not_before=released_at)
     beacon.finish()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from mesh.messages import LEASE_TTL_S
 from tests.e2e.real_mesh import wait_until
 from tests.lab.deployment import Beacon, Lab
 from tests.lab.hosts import Host
 from tests.lab.scripts import STUBBORN
+from tests.lab.test_head_deaths import unharmed
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -142,3 +146,50 @@ def test_all_hosts_lost_at_once_and_back_again(lab: Lab) -> None:
     lab.observer.assert_one_epoch_at_a_time(beacon.uid)
     beacon.finish()
     assert lab.ended(beacon.name, limit_s=120)["status"]["state"] == "Succeeded"
+
+
+@pytest.mark.soak
+def test_a_host_that_is_lost_while_the_gang_assembles_is_replaced(lab: Lab) -> None:
+    """Two ranks wait at the barrier; the third one's host dies before it could arrive. Nobody has begun meanwhile."""
+    lost = lab.hosts[2]
+    with lab.held_back(lost):
+        beacon = lab.beacon("--nodes", "3")
+        wait_until(lambda: lab.run(beacon.name)["status"]["barrier"]["arrived"] == 2, "two ranks to arrive")
+        lab.join(lab.hosts[3])
+        lost_at = time.monotonic()
+        lost.power_off()
+    run = lab.wait_for(beacon.name, "Running", limit_s=200)
+    assert lost.address not in {rank["address"] for rank in run["status"]["ranks"]}
+    epoch = run["status"]["epoch"]
+    _at_epoch(lab, beacon, epoch)
+    lab.observer.assert_together(beacon.uid, epoch=epoch, not_before=lost_at)
+    assert {life.epoch for life in lab.observer.lives(beacon.uid)} == {epoch}
+    _finished(lab, beacon, epoch=epoch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("actor", ["ray::CoordinatorActor", "ray::RendezvousStore"])
+def test_a_part_of_the_head_that_dies_in_the_middle_of_a_recovery(lab: Lab, actor: str) -> None:
+    beacon = lab.running_beacon("--nodes", "2")
+    lost, kept = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)
+    lost.power_off()
+    wait_until(lambda: not lab.observer.living(beacon.uid, host=kept), "the fence to reach the other host")
+    [victim] = lab.head_host.processes(actor)
+    victim.kill()
+    epoch = wait_until(lambda: _running_epoch(lab, beacon), "an epoch that runs", limit_s=200)
+    _at_epoch(lab, beacon, epoch)
+    assert lab.host_of(beacon.name, 0) is kept
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    _finished(lab, beacon, epoch=epoch)
+
+
+@pytest.mark.soak
+def test_a_slow_cable_is_no_loss(lab: Lab) -> None:
+    beacon = lab.running_beacon("--nodes", "2")
+    slow = lab.host_of(beacon.name, 1)
+    lab.network.slow(slow.name, kbit=256)
+    try:
+        time.sleep(2 * LEASE_TTL_S)  # the fault's length
+        unharmed(lab, beacon)
+    finally:
+        lab.network.fast(slow.name)
