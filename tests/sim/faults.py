@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import Any, TypedDict
 
 
 class Incident(StrEnum):
@@ -77,12 +78,10 @@ class Faults:
     """Simulate the heartbeats of healthy times too (see `tests.sim.keeper`)."""
 
 
-NO_FAULTS = replace(
-    Faults(),
-    **{f.name: 0.0 for f in fields(Faults) if f.type == "float" and f.name != "peer_dies_of_it"},
-    incidents={},
-    incidents_max=0,
-)
+_NONE: dict[str, Any] = {
+    f.name: 0.0 for f in fields(Faults) if f.type == "float" and f.name != "peer_dies_of_it"
+}
+NO_FAULTS = replace(Faults(), **_NONE, incidents={}, incidents_max=0)
 
 
 def mostly(incidents: dict[Incident, int], *, at_most: int = 5, **other: float) -> Faults:
@@ -95,7 +94,15 @@ def only(*incidents: Incident, at_most: int = 3) -> Faults:
     return replace(NO_FAULTS, incidents=dict.fromkeys(incidents, 1), incidents_max=at_most)
 
 
-def shape_of(seed: int) -> dict[str, int]:
+class Shape(TypedDict):
+    """How big a world is."""
+
+    gangs: int
+    nodes: int
+    machines: int
+
+
+def shape_of(seed: int) -> Shape:
     """How big a world a seed means: mostly one gang of two, some crowded ones."""
     gangs = (1, 1, 1, 1, 2)[seed % 5]
     nodes = (2, 2, 3, 4)[seed % 4]

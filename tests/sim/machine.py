@@ -50,7 +50,7 @@ class Machine:
         """Until then its keepers do not doze."""
         self.troubled_until = 0.0
         """Until then nobody may be surprised that a lease of this machine lapses."""
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def clock(self) -> float:
         """Its monotonic clock, which counts the time that it stands still."""
@@ -62,11 +62,11 @@ class Machine:
 
     # ---- what happens on it -----------------------------------------------------------------------
 
-    def after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
+    def after(self, delay_s: float, act: Callable[..., object], *arguments: Any) -> None:
         """Schedules an act, `delay_s` on this machine's clock from now."""
         self.world.after(delay_s / self.rate, self.run, act, arguments)
 
-    def run(self, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def run(self, act: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         """Does it now, or when the machine goes on, or never."""
         if self.is_lost:
             return
@@ -147,7 +147,7 @@ class Machine:
         return delay_s
 
 
-def _keeper_first(entry: tuple[Callable[..., None], tuple[Any, ...]]) -> int:
+def _keeper_first(entry: tuple[Callable[..., object], tuple[Any, ...]]) -> int:
     """What the store said comes before the keeper's own look at the clock, and both before anything else."""
     name = getattr(entry[0], "__qualname__", "")
     if name.startswith("SimKeeper.hear"):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.sim.machine import Machine
     from tests.sim.world import World
 
+TOLD_AFTER_S = 0.01
+"""How long a command runs before its launcher says so."""
 PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
 """Of `agents.barrier`."""
 
@@ -207,7 +209,9 @@ class SimMember:
         else:
             self.process = SimProcess(self)
             pid = 1000 + self.incarnation.rank
-            self.machine.after(0.01, self.handle, ev.CommandStarted(incarnation=self.incarnation, pid=pid))
+            self.machine.after(
+                TOLD_AFTER_S, self.handle, ev.CommandStarted(incarnation=self.incarnation, pid=pid)
+            )
 
     def _start_failed(self, reason: Reason) -> None:
         self.handle(
@@ -242,8 +246,9 @@ class SimMember:
             self.handle(event)
 
     def process_ended(self, exit_: ProcessExit, evidence: CauseEvidence) -> None:
-        """The launcher sees it, a little later."""
-        self.machine.after(self.world.random.uniform(0.0, 0.1), self._tell_end, exit_, evidence)
+        """The launcher sees it, a little later, and after it has told the start."""
+        delay_s = TOLD_AFTER_S + self.world.random.uniform(0.001, 0.1)
+        self.machine.after(delay_s, self._tell_end, exit_, evidence)
 
     def _tell_end(self, exit_: ProcessExit, evidence: CauseEvidence) -> None:
         self.handle(ev.CommandExited(incarnation=self.incarnation, exit=exit_))

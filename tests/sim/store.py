@@ -170,8 +170,8 @@ class SimStore:
             return
         truth = self.world.truth
         if kind is ms.Arrive:
-            rank, token, *key = fields
-            request: Any = ms.Arrive(1, *key, rank, token, ms.START_BARRIER, b"ghost")
+            rank, token, uid, epoch = fields
+            request: Any = ms.Arrive(1, uid, epoch, rank, token, ms.START_BARRIER, b"ghost")
         else:
             request = kind(1, *fields)
         for to, reply in self.state.handle(request, self._keys, self.clock()):

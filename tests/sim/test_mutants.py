@@ -19,7 +19,7 @@ from agents.core.lease_events import Confirmed, KillTree, LeaseEffect, LeaseEven
 from coordinator.core import blame, recovery
 from coordinator.core import effects as do
 from coordinator.core.gang import GangCore
-from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, Restarts, Settlement
+from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind, Restarts, Settlement
 from coordinator.core.store_trust import EpochKey, StoreTrust
 from mesh.ids import Incarnation, RunUid
 from mesh.store import barrier, leases
@@ -30,7 +30,8 @@ from tests.sim.coordinator import SimCoordinator
 from tests.sim.faults import Faults, Incident, mostly, shape_of
 from tests.sim.store_line import StoreLine
 from tests.sim.tasks import Step
-from tests.sim.world import Parts, Violation, World
+from tests.sim.truth import Violation
+from tests.sim.world import Parts, World
 
 SEEDS_MAX = 1_000
 
@@ -132,10 +133,9 @@ class AllIsClean(GangCore):
 class ForgetsWishes(GangCore):
     """A cancel that comes while the epoch is being fenced is answered, and lost."""
 
-    def _wish(self, outcome: Outcome) -> bool:
-        if self.gang.outcome is not None and self.gang.outcome.kind is OutcomeKind.JUDGE:
-            return True
-        return super()._wish(outcome)
+    def _wish(self, outcome: Outcome) -> None:
+        if self.gang.outcome is None or self.gang.outcome.kind is not OutcomeKind.JUDGE:
+            super()._wish(outcome)
 
 
 class ActsFirst(SimCoordinator):
@@ -185,11 +185,7 @@ def _charge_nothing(restarts: Restarts, kind: Any) -> Restarts:
 def _first_heard(gang: Gang) -> blame.Verdict:
     """The first failure that was heard is the cause, whoever falls silent afterwards."""
     verdict = _judge(gang)
-    return (
-        replace(verdict, cause=gang.failures[0], kind=recovery.RestartKind.FAILURE)
-        if gang.failures
-        else verdict
-    )
+    return replace(verdict, cause=gang.failures[0], kind=RestartKind.FAILURE) if gang.failures else verdict
 
 
 _judge = blame.judge

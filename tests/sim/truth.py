@@ -145,8 +145,8 @@ class Truth:
             if rank not in new or new[rank].machine != seat.machine:
                 self._lost_seats[after.uid, rank] = seat.machine
         if is_fresh:  # all is given back, and begins anew
-            for rank in range(after.plan.nodes):
-                self._lost_seats.pop((after.uid, Rank(rank)), None)
+            for key in [key for key in self._lost_seats if key[0] == after.uid]:
+                del self._lost_seats[key]
         for rank, seat in new.items():
             is_taken = rank not in old or old[rank].machine != seat.machine
             is_same = is_taken and self._lost_seats.pop((after.uid, rank), None) == seat.machine

@@ -97,7 +97,7 @@ class World:
         """Something is wrong, or was a moment ago: heartbeats and ticks are simulated one by one."""
         self.line_cut_until = 0.0
         self._trouble_until = 0.0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = 0
         self.steps = 0
         self.truth = Truth(self)
@@ -147,17 +147,17 @@ class World:
 
     # ---- time -------------------------------------------------------------------------------------
 
-    def at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+    def at(self, time: float, act: Callable[..., object], *arguments: Any) -> None:
         """Schedules an act."""
         self._sequence += 1
         heapq.heappush(self._heap, (time, self._sequence, act, arguments))
 
-    def after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
+    def after(self, delay_s: float, act: Callable[..., object], *arguments: Any) -> None:
         """Schedules an act."""
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._sequence, act, arguments))
 
-    def soon(self, act: Callable[..., None], *arguments: Any) -> None:
+    def soon(self, act: Callable[..., object], *arguments: Any) -> None:
         """Schedules an act after what a message takes: reordering comes of it."""
         self.after(self.random.expovariate(100.0), act, *arguments)
 
