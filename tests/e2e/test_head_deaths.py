@@ -100,7 +100,7 @@ def _journal_full(mesh: RealMesh, journal: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_head_leaves_no_process_and_the_next_one_knows_what_it_ran(tmp_path: Path) -> None:
+def test_a_killed_head_leaves_no_process_and_the_next_one_restarts_what_it_ran(tmp_path: Path) -> None:
     with real_mesh(tmp_path, "--machines", "2") as mesh:
         name = mesh.submit("--nodes", "2", "--", "sh", "-c", "setsid sleep 600 & echo alive; exec sleep 600")
         run = mesh.running(name)
@@ -111,7 +111,10 @@ def test_a_killed_head_leaves_no_process_and_the_next_one_knows_what_it_ran(tmp_
         wait_until(lambda: not any(p.is_running() for p in before), "everything of the deployment to end")
         again = mesh.cli("up", "--machines", "2")
         assert "killed" in again.stderr
-        status = mesh.ended(name)["status"]
-        assert (status["state"], status["reason"], status["epoch"]) == ("Failed", "MachineLost", 1), status
+        wait_until(lambda: mesh.running(name)["status"]["epoch"] == 2, "the second epoch", limit_s=90)
+        restart = [event for event in mesh.events(name) if event["kind"] == "Restarting"]
+        assert [event["reason"] for event in restart] == ["MachineLost"], restart
         assert "alive" in mesh.cli("logs", name).stdout
+        mesh.cli("cancel", name)
+        mesh.no_process_left(mesh.ended(name))
         assert mesh.cli("run", "--nodes", "2", "--", "echo", "new life").stdout.count("new life") == 2
