@@ -6,7 +6,8 @@ Rules of this file:
 2. What is told of the store's process is told by the kernel of the machine that it runs on, and only there: bytes
    that it has not read (SIOCOUTQ), a process that has exited (pidfd), an address that nobody listens on. Elsewhere a
    refusal may come from something between.
-3. A time that is told errs on the careful side: `seen_at` is read before looking, `since` after sending.
+3. A time that is told errs on the careful side: `seen_at` is read before looking, `since` after sending, and a
+   suspended machine's time does not count as time in which the store stood still: its clock stood as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable
 
 from agents import lease_wire
@@ -56,8 +58,8 @@ class StoreLine:
         self._is_connecting = False
         self._is_local = False
         self._stream = ReplyStream(bytes_max=REPLY_BYTES_MAX)
-        self._sent_at = 0.0
-        """When the last request or hello had been sent."""
+        self._sent_running = 0.0
+        """When the last request or hello had been sent, on the clock that stands while this machine is suspended."""
         self._tried_at = 0.0
         """When the last try to connect began."""
         self._pidfd: int | None = None
@@ -100,7 +102,7 @@ class StoreLine:
             return [le.ConnectionLost()]
         try:
             if self._socket.send(frame) == len(frame):
-                self._sent_at = self._now()
+                self._sent_running = time.monotonic()
                 return []
             code = errno.EAGAIN
         except OSError as error:
@@ -189,7 +191,7 @@ class StoreLine:
     def _look_for_unread(self, connection: socket.socket) -> list[le.LeaseEvent]:
         if not self._is_local:
             return []
-        seen_at = self._now()
+        seen_at, seen_running = self._now(), time.monotonic()
         unread = bytearray(4)
         try:
             fcntl.ioctl(connection, SIOCOUTQ, unread)
@@ -197,4 +199,4 @@ class StoreLine:
             return []
         if struct.unpack("i", unread)[0] == 0:
             return []
-        return [le.StoreStoodStill(since=self._sent_at, seen_at=seen_at)]
+        return [le.StoreStoodStill(since=seen_at - (seen_running - self._sent_running), seen_at=seen_at)]

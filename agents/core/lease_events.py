@@ -49,7 +49,10 @@ class Denied(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStoodStill(LeaseEvent):
-    """What was sent at `since` lay unread on this machine at `seen_at`: the store's process has not run between."""
+    """What was sent at `since` lay unread on this machine at `seen_at`: the store's process has not run between.
+
+    Time in which the machine was suspended is left out: `since` is later by it.
+    """
 
     since: float
     seen_at: float
