@@ -189,10 +189,16 @@ def _first_heard(gang: Gang) -> blame.Verdict:
 
 
 _judge = blame.judge
+_FROZEN = mostly({Incident.MACHINE_FROZEN: 1}, at_most=3)
 _CUTS = {Incident.CUT_FROM_STORE: 2, Incident.CUT_OFF: 1}
 
 MUTANTS = (
-    Mutant(name="epoch check skipped", caught_by="^8: the store served", parts=Parts(store_state=NoGate)),
+    Mutant(
+        name="epoch check skipped",
+        caught_by="^8: the store served",
+        parts=Parts(store_state=NoGate),
+        faults=_FROZEN,
+    ),
     Mutant(
         name="keys shared between epochs",
         caught_by="^8: a rank read what another epoch had written",
@@ -205,7 +211,7 @@ MUTANTS = (
             (barrier, "_all_leases_are_valid", lambda *_: True),
             (leases, "end", _end_but_let_it_arrive),
         ),
-        faults=mostly(_CUTS, slow_preparation=0.3),
+        faults=mostly({Incident.CUT_FROM_STORE: 1, Incident.MACHINE_FROZEN: 1}, slow_preparation=0.5),
     ),
     Mutant(
         name="stall of the store not forgiven",
@@ -237,6 +243,7 @@ MUTANTS = (
         name="unclean machine given away",
         caught_by="^6: a machine is given away on which something still runs",
         parts=Parts(gang_core=AllIsClean),
+        faults=replace(_FROZEN, stuck_in_the_kernel=0.3),
     ),
     Mutant(
         name="cancel turned into a restart",
@@ -250,7 +257,9 @@ MUTANTS = (
         parts=Parts(coordinator=ActsFirst),
     ),
     Mutant(
-        name="lost fsync", caught_by="^3: an epoch that was heard of", parts=Parts(coordinator=LosesWrites)
+        name="lost fsync",
+        caught_by="^3: an epoch that was heard of|^9: liveness",  # an epoch used twice; a report that nobody repeats
+        parts=Parts(coordinator=LosesWrites),
     ),
     Mutant(
         name="revoke skipped",
