@@ -78,8 +78,6 @@ def _head(run: Mapping[str, Any]) -> list[str]:
     if status["exitCode"] is not None:
         lines.append(_row("Exit code", status["exitCode"]))
     lines.append(_row("Epoch", status["epoch"]))
-    if status.get("checkpoint") is not None:
-        lines.append(_row("Checkpoint", _checkpoint(status["checkpoint"])))
     lines.append(_row("Created", f"{clock(metadata['createdAt'])} ({age(metadata['createdAt'])} ago)"))
     if status["startedAt"] is not None:
         lines.append(
@@ -93,14 +91,6 @@ def _head(run: Mapping[str, Any]) -> list[str]:
     nodes = "1 node" if topology["nodes"] == 1 else f"{topology['nodes']} nodes"
     gpus = f", {topology['gpusPerNode']} GPUs each" if topology["gpusPerNode"] else ""
     return [*lines, _row("Topology", f"{nodes}{gpus}, world size {topology['worldSize']}")]
-
-
-def _checkpoint(newest: Mapping[str, Any]) -> str:
-    from mesh.cli.output import age, clock
-
-    step = "" if newest["step"] is None else f"step {newest['step']}, "
-    size = f"{newest['bytes'] / 2**20:.1f} MiB"
-    return f"{newest['id']}, {step}{size}, committed {clock(newest['at'])} ({age(newest['at'])} ago)"
 
 
 def _spec(spec: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ _CHARGED = {
 
 def describe_progress(run: Mapping[str, Any]) -> list[str]:
     """Restarts, the newest checkpoint, and how much of the time led somewhere."""
-    from mesh.cli.output import age, span
+    from mesh.cli.output import age, clock, span
     from mesh.cli.terminal import printable
 
     status = run["status"]
@@ -34,11 +34,10 @@ def describe_progress(run: Mapping[str, Any]) -> list[str]:
         now = f"; counted now: {', '.join(counted)}" if counted else "; all of them earned back"
         lines.append(f"{'Restarts:':<14}{restarts['total']}{now}")
     if checkpoint is not None:
-        what = checkpoint["id"] if checkpoint["step"] is None else f"step {checkpoint['step']}"
-        where = f"epoch {checkpoint['epoch']}, {size(checkpoint['bytes'])}, {checkpoint['uri']}"
-        lines.append(
-            f"{'Checkpoint:':<14}{printable(what)}, committed {age(checkpoint['at'])} ago ({printable(where)})"
-        )
+        step = "" if checkpoint["step"] is None else f"step {checkpoint['step']}, "
+        what = f"{checkpoint['id']}, {step}{size(checkpoint['bytes'])}, {checkpoint['uri']}"
+        when = f"{clock(checkpoint['at'])} ({age(checkpoint['at'])} ago)"
+        lines.append(f"{'Checkpoint:':<14}{printable(what)}, committed {when}")
     if status["startedAt"] is not None:
         share = f"{productive['share']:.0%} of the time since it was submitted"
         lines.append(f"{'Productive:':<14}{span(productive['seconds'])}, {share}")
