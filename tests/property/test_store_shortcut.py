@@ -148,3 +148,16 @@ def test_what_is_known_is_bounded_and_holds_no_secret() -> None:
             shortcuts.remember(encode_request(request), request)
     assert len(shortcuts._frames) <= shortcut.KNOWN_MAX
     assert len(shortcuts._places) <= shortcut.KNOWN_MAX
+
+
+def test_a_set_of_another_epoch_or_of_a_gang_that_is_gone_takes_the_long_way() -> None:
+    way = Way(has_shortcuts=True)
+    way.send(ADMIN, encode_request(ms.SetFloor(1, RunUid("a"), Epoch(1), 1)))
+    frame = encode_request(ms.Set(1, b"v", RunUid("a"), Epoch(1), "k"))
+    for _ in range(2):
+        way.send(FIRST, frame)
+    for last in (ms.SetFloor(1, RunUid("a"), Epoch(2), 1), ms.DropGang(1, RunUid("a"))):
+        way.send(ADMIN, encode_request(last))
+        before = way.shortened
+        way.send(FIRST, frame)
+        assert way.shortened == before

@@ -510,3 +510,11 @@ def test_a_lost_lease_tells_that_the_store_answered_and_did_not_know_the_gang() 
         holder.deny(at, reason=Reason.UNKNOWN_GANG, final=False)
         at += 0.1
     assert lost_by(holder).endswith("the rendezvous store answers, but does not grant it. UnknownGang")
+
+
+def test_whoever_gives_its_lease_back_waits_no_longer_for_a_store_that_stands() -> None:
+    holder = holding()
+    holder.tell(le.ReleaseAsked(), 0.6)
+    assert holder.phase is LeasePhase.RELEASING
+    holder.tell(le.StoreStoodStill(since=0.6, seen_at=5.0), 1.0)
+    assert run_until_over(holder) == pytest.approx(0.6 + ls.ASK_LIMIT_S)

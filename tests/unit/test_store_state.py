@@ -410,3 +410,11 @@ def test_an_amount_that_leaves_the_range_changes_nothing() -> None:
     store.ask(FIRST, ms.Add, GANG, E1, "n", 2**63 - 1)
     assert reason(store.ask(FIRST, ms.Add, GANG, E1, "n", 1)) is Reason.CONFLICT
     assert the(store.ask(FIRST, ms.Add, GANG, E1, "n", -1))[1] == 2**63 - 2
+
+
+def test_a_value_of_the_same_length_takes_the_place_of_the_one_before() -> None:
+    store = Store()
+    for value in (b"one", b"two"):
+        assert isinstance(the(store.ask(FIRST, ms.Set, value, GANG, E1, "k")), ms.Done)
+    assert the(store.ask(FIRST, ms.Get, GANG, E1, "k")) == ms.Value(store._id, b"two")
+    assert store.state.books.gangs[GANG].bytes_held == 3
