@@ -30,6 +30,7 @@ from agents.state_part import (
     PartTaker,
     TornError,
     UnreadableError,
+    content_of,
 )
 from mesh.blob_store import BlobStore, lower_priority
 from mesh.errors import MeshError
@@ -48,8 +49,11 @@ class StoredPart:
     number: int
     """Grows with every part of this life."""
     digest: str
+    content: str
+    """Equal for parts that differ in logs only."""
     steps: tuple[int, ...]
     files: int
+    """Logs and folders left out."""
     size_bytes: int
 
 
@@ -219,12 +223,14 @@ class Checkpointer:
             why = f"A checkpoint of this rank could not be taken: {type(error).__name__}: {error}"
             self._post(ce.PartFailed(number=wanted.number, message=why))
         else:
+            content, files = content_of(part)
             self._listener.on_part(
                 StoredPart(
                     number=wanted.number,
                     digest=part.digest,
+                    content=content,
                     steps=part.steps,
-                    files=len(part.files),
+                    files=files,
                     size_bytes=part.size_bytes,
                 )
             )

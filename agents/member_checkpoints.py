@@ -177,6 +177,7 @@ class MemberCheckpoints:
                 at=time.time(),
                 number=part.number,
                 digest=part.digest,
+                content=part.content,
                 steps=part.steps,
                 files=part.files,
                 size_bytes=part.size_bytes,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agents.core.checkpoint_events import Entry, EntryKind, TakePart
-from agents.core.checkpoint_names import shown
+from agents.core.checkpoint_names import is_log_name, shown
 from agents.core.checkpointing import first_difference
 from agents.state_look import file_entry, look
 from mesh.blob_store import BlobStore, from_caller, lower_priority
@@ -108,6 +108,16 @@ def insist(
             tell(f"{error} It is tried again; the run goes on.")
         stop.wait(pause_s)
         pause_s = min(RETRY_MAX_S, pause_s * 2)
+
+
+def content_of(part: Part) -> tuple[str, int]:
+    """What a part is about, logs and folders left out: one hash of it, and how many files and links that is."""
+    files = tuple(
+        file
+        for file in part.files
+        if file.kind is FileKind.LINK or (file.kind is FileKind.FILE and not is_log_name(file.path))
+    )
+    return Part(files=files).digest, len(files)
 
 
 class PartTaker:

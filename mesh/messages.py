@@ -208,8 +208,11 @@ class CheckpointPartStored(MemberReport):
     number: int
     """Of this incarnation's parts: a later one is newer."""
     digest: str
+    content: str
+    """Equal for parts that differ in logs only."""
     steps: tuple[int, ...]
     files: int
+    """Logs and folders left out: 0 when the rank has saved nothing."""
     size_bytes: int
 
 

@@ -266,7 +266,7 @@ class Checkpointing:
         newest = self._seen.steps[-1] if self._seen.steps else -1
         if self._torn > TORN_AT_END_MAX:
             self._finish()
-        elif self._ended and self._is_new():
+        elif self._ended and self._is_new() and _firm(self._seen.entries):
             self._take_whole(now)
         elif not self._ended and newest > self._covered_step:
             self._take_marked(now)

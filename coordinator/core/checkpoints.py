@@ -41,8 +41,11 @@ class PartFact:
     number: int
     """Of the member's parts in this epoch: a later one is newer."""
     digest: str
+    content: str
+    """Equal for parts that differ in logs only: those are not worth another checkpoint."""
     steps: tuple[int, ...] = ()
     files: int
+    """Logs and folders left out."""
     size_bytes: int
 
     @property
@@ -59,6 +62,8 @@ class CommitCheckpoint:
     step: int | None
     parts: tuple[str, ...]
     """Digests, in rank order."""
+    contents: tuple[str, ...]
+    """Their contents."""
 
     @property
     def id(self) -> str:
@@ -103,6 +108,7 @@ class Committed:
     epoch: Epoch
     step: int | None
     parts: tuple[str, ...]
+    contents: tuple[str, ...]
     uri: str
     size_bytes: int
     created_at: float
@@ -120,6 +126,7 @@ class _Question:
     number: int
     step: int | None
     parts: tuple[str, ...]
+    contents: tuple[str, ...]
     waiting: frozenset[Rank]
 
 
@@ -196,7 +203,7 @@ class Checkpoints:
         if waiting or self.wish is not None:
             return []
         self._question = None
-        return self._wish_for(asked.step, asked.parts)
+        return self._wish_for(asked.step, asked.parts, asked.contents)
 
     def committed_as(
         self, *, number: int, uri: str, size_bytes: int, created_at: float
@@ -212,6 +219,7 @@ class Checkpoints:
                 epoch=wish.epoch,
                 step=wish.step,
                 parts=wish.parts,
+                contents=wish.contents,
                 uri=uri,
                 size_bytes=size_bytes,
                 created_at=created_at,
@@ -257,7 +265,7 @@ class Checkpoints:
         if not before:
             return True
         if one.step is None:
-            return one.parts != before[-1].parts
+            return one.contents != before[-1].contents
         return all(c.step is None or c.step < one.step for c in before)
 
     # ---- deciding ----------------------------------------------------------------------------------
@@ -273,11 +281,12 @@ class Checkpoints:
             return []
         chosen |= {rank: self._parts[rank][-1] for rank in unnamed}
         parts = tuple(chosen[rank].digest for rank in self._ranks())
+        contents = tuple(chosen[rank].content for rank in self._ranks())
         if all(part.is_empty for part in chosen.values()) or not self._is_new(step, chosen):
             return []
         if not unnamed:
-            return self._wish_for(step, parts)
-        return self._ask(step, parts, unnamed)
+            return self._wish_for(step, parts, contents)
+        return self._ask(step, parts, contents, unnamed)
 
     def _ranks(self) -> list[Rank]:
         return [Rank(number) for number in range(self.world_size)]
@@ -308,24 +317,33 @@ class Checkpoints:
             return True
         # More of the same step is another checkpoint; a later part that has that step too is not.
         return any(
-            part.digest != newest.parts[rank] and (step is None or not part.steps or part.steps[-1] == step)
+            part.content != newest.contents[rank]
+            and (step is None or not part.steps or part.steps[-1] == step)
             for rank, part in chosen.items()
         )
 
-    def _ask(self, step: int | None, parts: tuple[str, ...], unnamed: set[Rank]) -> list[CheckpointEffect]:
+    def _ask(
+        self, step: int | None, parts: tuple[str, ...], contents: tuple[str, ...], unnamed: set[Rank]
+    ) -> list[CheckpointEffect]:
         asked = self._question
         if asked is not None and (asked.step, asked.parts) == (step, parts):
             return []
         only_empty = all(self._parts[rank][-1].is_empty for rank in unnamed)
         ranks = sorted(unnamed) if only_empty else self._ranks()
         self._questions += 1
-        self._question = _Question(number=self._questions, step=step, parts=parts, waiting=frozenset(ranks))
+        self._question = _Question(
+            number=self._questions, step=step, parts=parts, contents=contents, waiting=frozenset(ranks)
+        )
         return [AskAboutPart(rank=rank, question=self._questions, digest=parts[rank]) for rank in ranks]
 
-    def _wish_for(self, step: int | None, parts: tuple[str, ...]) -> list[CheckpointEffect]:
+    def _wish_for(
+        self, step: int | None, parts: tuple[str, ...], contents: tuple[str, ...]
+    ) -> list[CheckpointEffect]:
         self.numbers += 1
         self._question = None
-        self.wish = CommitCheckpoint(number=self.numbers, epoch=self.epoch, step=step, parts=parts)
+        self.wish = CommitCheckpoint(
+            number=self.numbers, epoch=self.epoch, step=step, parts=parts, contents=contents
+        )
         return [self.wish]
 
     def _forget_parts_before(self, step: int | None) -> None:
@@ -363,7 +381,10 @@ class Checkpoints:
             "wish": None if self.wish is None else _with_list(asdict(self.wish)),
             "committed": [_with_list(asdict(one)) for one in self.committed],
             "parts": [
-                [rank, part.number, part.digest, list(part.steps), part.files, part.size_bytes]
+                [
+                    *(rank, part.number, part.digest, part.content),
+                    *(list(part.steps), part.files, part.size_bytes),
+                ]
                 for rank, parts in sorted(self._parts.items())
                 for part in parts
             ],
@@ -373,10 +394,11 @@ class Checkpoints:
     def from_record(cls, record: Mapping[str, Any]) -> Checkpoints:
         wish = record["wish"]
         parts: dict[Rank, list[PartFact]] = {}
-        for rank, number, digest, steps, files, size_bytes in record["parts"]:
+        for rank, number, digest, content, steps, files, size_bytes in record["parts"]:
             fact = PartFact(
-                number=number, digest=digest, steps=tuple(steps), files=files, size_bytes=size_bytes
-            )
+                number=number, digest=digest, content=content, steps=tuple(steps), files=files,
+                size_bytes=size_bytes,
+            )  # fmt: skip
             parts.setdefault(Rank(rank), []).append(fact)
         return cls(
             world_size=record["world_size"],
@@ -400,8 +422,8 @@ class Checkpoints:
 
 
 def _with_list(record: dict[str, Any]) -> dict[str, Any]:
-    return {**record, "parts": list(record["parts"])}
+    return {**record, "parts": list(record["parts"]), "contents": list(record["contents"])}
 
 
 def _with_tuple(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {**record, "parts": tuple(record["parts"])}
+    return {**record, "parts": tuple(record["parts"]), "contents": tuple(record["contents"])}

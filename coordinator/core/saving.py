@@ -49,6 +49,7 @@ class Saving(GangBase):
         part = PartFact(
             number=event.number,
             digest=event.digest,
+            content=event.content,
             steps=event.steps,
             files=event.files,
             size_bytes=event.size_bytes,

@@ -47,7 +47,7 @@ def stored(blobs: BlobStore, **files: str) -> str:
 
 
 def wish(number: int, *parts: str, step: int | None = None) -> CommitCheckpoint:
-    return CommitCheckpoint(number=number, epoch=Epoch(1), step=step, parts=parts)
+    return CommitCheckpoint(number=number, epoch=Epoch(1), step=step, parts=parts, contents=parts)
 
 
 async def test_what_is_whole_is_published_under_its_number(store: CheckpointStore, blobs: BlobStore) -> None:

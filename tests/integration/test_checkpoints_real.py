@@ -83,9 +83,8 @@ def rig(place: Path, store: BlobStore | None = None, *, state: Path | None = Non
 
 
 async def commit(store: BlobStore, *parts: Part, number: int = 1) -> RestoreReference:
-    wish = CommitCheckpoint(
-        number=number, epoch=Epoch(1), step=None, parts=tuple(part.digest for part in parts)
-    )
+    digests = tuple(part.digest for part in parts)
+    wish = CommitCheckpoint(number=number, epoch=Epoch(1), step=None, parts=digests, contents=digests)
     done = await CheckpointStore(store.url, blobs=store).commit(RUN, wish)
     assert isinstance(done, Written)
     return RestoreReference(number=number, id=wish.id, step=None, uri=done.uri)

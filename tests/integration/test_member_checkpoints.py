@@ -76,7 +76,7 @@ class SavingGang(Gang):
         return Part.decode(self.store.get_bytes(part_key(self.uid, stored.digest), bytes_max=1 << 20))
 
     async def commit(self, stored: CheckpointPartStored) -> RestoreReference:
-        wish = CommitCheckpoint(number=1, epoch=Epoch(1), step=None, parts=(stored.digest,))
+        wish = CommitCheckpoint(number=1, epoch=Epoch(1), step=None, parts=(stored.digest,), contents=("",))
         done = await CheckpointStore(self.store.url, blobs=self.store).commit(self.uid, wish)
         assert isinstance(done, Written)
         return RestoreReference(number=1, id=wish.id, step=None, uri=done.uri)
@@ -143,7 +143,7 @@ async def test_a_rank_begins_with_what_was_committed_and_is_told_where_it_is(
         part = stored_before(gang, "committed")
         gang.restore = await gang.commit(
             CheckpointPartStored(
-                incarnation=gang.incarnation(0), at=0.0, number=1, digest=part.digest, steps=(), files=1,
+                incarnation=gang.incarnation(0), at=0.0, number=1, digest=part.digest, content="", steps=(), files=1,
                 size_bytes=9,
             )
         )  # fmt: skip
@@ -181,7 +181,7 @@ async def test_a_damaged_checkpoint_is_told_by_its_number_and_nothing_starts(
     try:
         part = stored_before(gang, "committed")
         report = CheckpointPartStored(
-            incarnation=gang.incarnation(0), at=0.0, number=1, digest=part.digest, steps=(), files=1,
+            incarnation=gang.incarnation(0), at=0.0, number=1, digest=part.digest, content="", steps=(), files=1,
             size_bytes=9,
         )  # fmt: skip
         gang.restore = await gang.commit(report)

@@ -196,8 +196,8 @@ def _checkpoint_report(
         steps = tuple(int(word) for word in plain[2:] if word != "empty")
         files = 0 if "empty" in plain else 1
         return msg.CheckpointPartStored(
-            incarnation=incarnation, at=at, number=int(plain[1]), digest=digest, steps=steps, files=files,
-            size_bytes=files << 20,
+            incarnation=incarnation, at=at, number=int(plain[1]), digest=digest, content=digest, steps=steps,
+            files=files, size_bytes=files << 20,
         )  # fmt: skip
     if word == "troubled":
         return msg.CheckpointTroubled(incarnation=incarnation, at=at, message="The store is away.")

@@ -301,6 +301,13 @@ def test_after_a_failure_only_whole_checkpoints_of_the_helper_are_taken() -> Non
     assert bench.is_finished
 
 
+def test_after_success_with_nothing_but_logs_there_is_nothing_to_take() -> None:
+    bench = Bench()
+    bench.see(file("out.log"))
+    bench.end(ok=True)
+    assert (bench.parts, bench.is_finished) == ([], True)
+
+
 def test_after_a_failure_without_one_nothing_is_taken() -> None:
     bench = Bench()
     bench.see(file("half.pt"))

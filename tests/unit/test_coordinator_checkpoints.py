@@ -111,7 +111,7 @@ class Bench:
     async def report(self, member: Incarnation, part: Part, *, number: int, steps: tuple[int, ...]) -> None:
         await self.coordinator.report(
             CheckpointPartStored(
-                incarnation=member, at=time.time(), number=number, digest=part.digest, steps=steps,
+                incarnation=member, at=time.time(), number=number, digest=part.digest, content=part.digest, steps=steps,
                 files=len(part.files), size_bytes=part.size_bytes,
             )
         )  # fmt: skip
