@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from coordinator.core.gang_state import Failure, Gang, MemberRecord, RestartKind, Settlement
 from mesh.ids import Rank
-from mesh.messages import HEARTBEAT_S, LEASE_GUARD_S, LEASE_TTL_S, CauseEvidence, ProcessExit
+from mesh.messages import HEARTBEAT_S, CauseEvidence, ProcessExit
 from mesh.reasons import Reason
 
 JUDGEMENT_WINDOW_S = 2.0
@@ -121,16 +121,15 @@ def _loss_kind(gang: Gang, silent: Sequence[MemberRecord]) -> RestartKind:
     return RestartKind.OURS if is_everybody else RestartKind.LOSS
 
 
-def was_silent_before(failed_at: float | None, lapsed_at: float) -> bool:
-    """True when a lease that lapsed now was possibly not renewed any more when the failure was heard.
+def was_silent_before(failed_at: float | None, heard_at: float | None) -> bool:
+    """True when a lease that lapsed was possibly not renewed any more when the failure was heard.
 
-    Both times are on the coordinator's monotonic clock. The store declares a lease lapsed at ttl + guard after the last
-    renewal that it received.
+    `heard_at`: when the store received its last renewal; None when that is not known, because the store was restarted
+    meanwhile and has never heard of the member. Both times are on the coordinator's monotonic clock.
     """
-    if failed_at is None:
+    if failed_at is None or heard_at is None:
         return True
-    last_renewal = lapsed_at - LEASE_TTL_S - LEASE_GUARD_S
-    return last_renewal <= failed_at + HEARTBEAT_S
+    return heard_at <= failed_at + HEARTBEAT_S
 
 
 def may_have_crossed(failed_at: float | None, noticed_at: float) -> bool:

@@ -22,7 +22,14 @@ from coordinator.core.events import (
 )
 from coordinator.core.gang_base import ASSEMBLY_STATES, RESTING_STATES
 from coordinator.core.gang_state import Failure, MemberPhase, MemberRecord, Outcome, OutcomeKind, Settlement
-from mesh.messages import MemberExited, MemberFenced, MemberFenceFailed, MemberStartFailed
+from mesh.messages import (
+    LEASE_GUARD_S,
+    LEASE_TTL_S,
+    MemberExited,
+    MemberFenced,
+    MemberFenceFailed,
+    MemberStartFailed,
+)
 from mesh.reasons import Reason
 from mesh.states import RunState
 
@@ -84,13 +91,14 @@ class Ending(Assembling):
     def _on_lease_lapsed(self, event: LeaseLapsed) -> None:
         member = self._current(event.incarnation)
         if member is not None:
-            self._settle_lost(member, lapsed_at=self._now.mono)
+            heard_at = None if event.silent_s is None else self._now.mono - event.silent_s
+            self._settle_lost(member, heard_at=heard_at)
 
-    def _settle_lost(self, member: MemberRecord, *, lapsed_at: float) -> None:
+    def _settle_lost(self, member: MemberRecord, *, heard_at: float | None) -> None:
         gang = self.gang
         is_being_replaced = member.reason is not None
         message = f"Rank {member.rank}: {member.machine} was lost (its lease ran out)."
-        silent = blame.was_silent_before(self._failed_at, lapsed_at)
+        silent = blame.was_silent_before(self._failed_at, heard_at)
         settled = self._settle(member, Settlement.LEASE_LAPSED, reason=Reason.MACHINE_LOST, message=message)
         settled = replace(settled, was_silent_first=silent)
         self._update(settled)
@@ -117,7 +125,8 @@ class Ending(Assembling):
             del self._due.last_words[rank]
             member = self.gang.members.get(rank)
             if member is not None and self._current(member.incarnation) is not None:
-                self._settle_lost(member, lapsed_at=due - LAST_WORD_WINDOW_S)
+                lapsed_at = due - LAST_WORD_WINDOW_S
+                self._settle_lost(member, heard_at=lapsed_at - LEASE_TTL_S - LEASE_GUARD_S)
 
     def _on_machine_reclaimed(self, event: MachineReclaimed) -> None:
         gang = self.gang

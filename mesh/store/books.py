@@ -39,6 +39,8 @@ class Lease:
     """When it is declared lapsed: receipt + ttl + guard, on the store's clock."""
     connection: ConnectionId | None
     """Where its last grant or renewal came from; None after that connection closed."""
+    heard_at: float | None = None
+    """When its holder's last grant or renewal was received; None while only the coordinator has spoken for it."""
     is_over: bool = False
 
     def renew(self, now: float) -> None:

@@ -41,6 +41,7 @@ def grant(
         guard_s=request.guard_s,
         deadline=now + request.ttl_s + request.guard_s,
         connection=None,
+        heard_at=now if books.roles[connection] is ms.Role.MEMBER else None,
     )
     books.add_lease(gang, lease)
     books.hold(lease, connection)
@@ -85,12 +86,13 @@ def revoke(
     return outputs
 
 
-def lapse(books: Books, lease: Lease) -> list[Output]:
+def lapse(books: Books, lease: Lease, now: float) -> list[Output]:
     """Declares the member lost."""
     gang = books.gangs[lease.gang]
+    silent_s = None if lease.heard_at is None else now - lease.heard_at
     return [
         *end(books, gang, lease),
-        *books.push(ms.LeaseLapsed(gang.uid, gang.epoch, lease.rank, lease.token)),
+        *books.push(ms.LeaseLapsed(gang.uid, gang.epoch, lease.rank, lease.token, silent_s)),
     ]
 
 
@@ -122,8 +124,9 @@ def _renew(
             message = LEASE_LOST.format(rank=lease.rank, epoch=gang.epoch, gang=gang.uid)
             return [
                 (connection, ms.Refused(request_id, Reason.LEASE_LOST, message)),
-                *lapse(books, lease),
+                *lapse(books, lease, now),
             ]
+    lease.heard_at = now
     lease.deadline = now + lease.ttl_s + lease.guard_s
     if lease.connection != connection:
         books.hold(lease, connection)

@@ -335,12 +335,17 @@ Reply = Done | Number | Value | Compared | Opened | Welcome | GangList | GangSna
 
 
 class LeaseLapsed(NamedTuple):
-    """The member is declared lost: its lease ran out, guard included."""
+    """The member is declared lost: its lease ran out, guard included.
+
+    `silent_s`: since its holder's last renewal was received, which may be longer ago than the lease's length (a stall
+    is forgiven); None when this store never heard of it (it was restarted, and was told to grant the lease).
+    """
 
     gang: RunUid
     epoch: Epoch
     rank: Rank
     token: IncarnationToken
+    silent_s: float | None = None
 
 
 class LeaseReleased(NamedTuple):

@@ -236,7 +236,7 @@ class StoreState:
                 outputs += barrier.open_if_complete(books, gang, now)
         books.last_tick = now if books.last_tick is None else max(now, books.last_tick)
         for lease in books.due_leases(now):
-            outputs += leases.lapse(books, lease)
+            outputs += leases.lapse(books, lease, now)
         return outputs
 
 

@@ -107,7 +107,9 @@ class StoreLine:
             case ms.BarrierOpened():
                 tell(message.gang, ev.BarrierOpened(epoch=message.epoch, tokens=message.tokens))
             case ms.LeaseLapsed():
-                tell(message.gang, ev.LeaseLapsed(incarnation=_incarnation(message)))
+                tell(
+                    message.gang, ev.LeaseLapsed(incarnation=_incarnation(message), silent_s=message.silent_s)
+                )
             case ms.LeaseReleased():
                 tell(message.gang, ev.LeaseGone(incarnation=_incarnation(message)))
             case ms.MemberConnectionLost():

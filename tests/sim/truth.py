@@ -167,8 +167,6 @@ class Truth:
         cause = gang.cause
         if cause is None or not cause.evidence.blames_peer:
             return
-        if self.world.store.had_trouble:
-            return  # what a store says of silence is not to be relied on then: a known gap, see the closing notes
         deaths = self._deaths.get((gang.uid, gang.epoch), [])
         first = min(deaths, default=None)
         if first is not None and first[1] != cause.rank and first[2] != "by a peer":

@@ -85,7 +85,7 @@ def test_a_lease_lapses_at_ttl_plus_guard_from_receipt_and_not_earlier() -> None
     store.lease(FIRST, 0)
     assert store.tick_until(100.0 + TTL_S + GUARD_S - 0.001) == []
     assert store.tick_until(100.0 + TTL_S + GUARD_S) == [
-        (WATCHER, ms.LeaseLapsed(GANG, E1, Rank(0), token(0)))
+        (WATCHER, ms.LeaseLapsed(GANG, E1, Rank(0), token(0), pytest.approx(TTL_S + GUARD_S)))
     ]
     assert store.tick_until(200.0) == []
 
@@ -117,6 +117,30 @@ def test_a_store_that_was_stalled_buries_nobody() -> None:
     assert store.stall(60.0) == []
     assert lapses(store.tick_until(160.0 + TTL_S + GUARD_S - 0.001)) == []
     assert lapses(store.tick_until(160.0 + TTL_S + GUARD_S)) == [0, 1]
+
+
+def test_what_a_stall_forgave_does_not_make_a_silent_member_look_younger() -> None:
+    """The gang judges by it whether the machine fell silent before or after somebody failed."""
+    store = Store()
+    store.lease(FIRST, 0)
+    assert store.stall(10.0) == []
+    (lapsed,) = [message for _, message in store.tick_until(200.0)]
+    assert isinstance(lapsed, ms.LeaseLapsed)
+    assert lapsed.silent_s == pytest.approx(10.0 + TTL_S + GUARD_S)
+
+
+def test_a_member_that_only_the_coordinator_spoke_for_was_never_heard() -> None:
+    store = Store()
+    store.lease(ADMIN, 0)
+    store.lease(ADMIN, 1)
+    store.now += 1.0
+    store.state.tick(store.now)
+    store.lease(FIRST, 1)
+    outputs = store.tick_until(200.0)
+    assert {m.rank: m.silent_s for _, m in outputs if isinstance(m, ms.LeaseLapsed)} == {
+        0: None,
+        1: pytest.approx(TTL_S + GUARD_S),
+    }
 
 
 def test_a_stalled_store_that_reads_a_late_renewal_before_its_tick_buries_nobody() -> None:
