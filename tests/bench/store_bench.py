@@ -308,13 +308,16 @@ async def pipelined(port: int, seconds: float) -> float:
 
     async def worker() -> None:
         nonlocal count
-        while time.perf_counter() - began < seconds:
+        while True:  # once at least, however late this process comes to run
             await client.add(GANG, EPOCH, "pipelined")
             count += 1
+            if time.perf_counter() - began >= seconds:
+                return
 
     await asyncio.gather(*(worker() for _ in range(CLIENTS_MANY)))
+    passed = time.perf_counter() - began
     await client.close()
-    return count / seconds
+    return count / passed
 
 
 def heartbeats(port: int, seconds: float) -> float:
