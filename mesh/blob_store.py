@@ -173,13 +173,16 @@ class BlobStore:
         return self._limited(f"read {key}", work, expected=FileNotFoundError)
 
     def get_file(self, key: str, target: BinaryIO, *, on_bytes: OnBytes | None = None) -> str:
-        """Copies an object into an open file and returns its sha256. Raises FileNotFoundError when there is none."""
+        """Copies an object into an open file and returns its sha256.
+
+        Raises FileNotFoundError when there is none; what writing the file raises comes as it is.
+        """
 
         def work(progress: Progress) -> str:
             digest = hashlib.sha256()
             with self._fs.open(self._path(key), "rb") as file:
                 while chunk := file.read(CHUNK_BYTES):
-                    target.write(chunk)
+                    _write_out(target, chunk)
                     digest.update(chunk)
                     progress()
                     if on_bytes is not None:
@@ -304,10 +307,17 @@ class BlobStore:
 
 
 class _CallerError(Exception):
-    """What the caller's own chunks raised: handed back as it was, and never taken for the store's."""
+    """What the caller's own file or chunks raised: handed back as it was, and never taken for the store's."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+def _write_out(target: BinaryIO, chunk: bytes) -> None:
+    try:
+        target.write(chunk)
+    except OSError as error:
+        raise _CallerError(error) from error
 
 
 def from_caller(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import secrets
@@ -85,6 +86,16 @@ def test_a_source_that_fails_leaves_nothing_and_is_told_as_it_is(store: BlobStor
     with pytest.raises(ZeroDivisionError, match="torn"):
         store.put_stream("a/b", from_caller(chunks()))
     assert store.list_below("a") == []
+
+
+def test_a_target_that_is_full_is_not_the_stores_fault(store: BlobStore) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.put_bytes("a/b", b"x")
+    with pytest.raises(OSError, match="No space left"):
+        store.get_file("a/b", Full())
 
 
 def test_a_list_has_keys_and_sizes(store: BlobStore) -> None:
