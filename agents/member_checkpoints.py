@@ -42,6 +42,9 @@ HAND_OVER_LIMIT_S = 20.0
 """How long a fence waits for the last part: what a rank saved in its grace period is worth that."""
 HAND_OVER_AFTER_KILL_S = 1.0
 
+PATIENCE_SHARE = 0.8
+"""Of an assembly's time, for a store that does not work: another machine would not reach it either."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -82,6 +85,7 @@ class MemberCheckpoints:
                 rank=order.incarnation.rank,
                 state_dir=self._state_dir,
                 stop=self._call_off,
+                patience_s=PATIENCE_SHARE * order.plan.startup_timeout_s,
             )
             _log.info("The state directory is restored: %s", self._restored.words)
 
