@@ -99,6 +99,8 @@ def _is_replaced(lab: Lab) -> float:
     beacon = lab.running_beacon("--nodes", "2")
     lost = lab.host_of(beacon.name, 1)
     bare_s = _bare_start(lab, lab.host_of(beacon.name, 0))
+    others = [host for host in lab.hosts if host is not lost]
+    wait_until(lambda: all(lab.is_warm(host) for host in others), "kept and spare machine to be warm")
     lost.power_off()
     wait_until(lambda: len(beacon.files(epoch=2)) == 2, "the next epoch's ranks to speak", limit_s=LIMIT_S)
     first_words = [

@@ -205,13 +205,15 @@ class Lab(RealMesh):
         member = next(m for m in self.run(name)["status"]["ranks"] if m["rank"] == rank)
         return next(h for h in self.hosts if h.address == member["address"])
 
+    def is_warm(self, host: Host) -> bool:
+        """Whether worker processes wait there for a member and its launcher."""
+        return len(host.processes("ray::IDLE")) >= WORKERS_READY
+
     @contextlib.contextmanager
     def held_back(self, host: Host) -> Iterator[None]:
         """No member gets ready on this host: the worker processes that wait for one are stopped."""
-        workers: list[psutil.Process] = wait_until(
-            lambda: len(found := host.processes("ray::IDLE")) >= WORKERS_READY and found,
-            f"{host.name} to be warm",
-        )
+        wait_until(lambda: self.is_warm(host), f"{host.name} to be warm")
+        workers = host.processes("ray::IDLE")
         for worker in workers:
             worker.send_signal(signal.SIGSTOP)
         try:
