@@ -46,6 +46,9 @@ from mesh.ids import Incarnation
 KILL_ROUND_S = 5.0
 KILL_ROUNDS_MAX = 12
 """A minute: what cannot be killed by then waits in the kernel, and its member (if it lives) goes on telling so."""
+FREEZE_AGAIN_S = 0.02
+"""While the tree is frozen: how often what was started meanwhile is looked for. A launch may have been under way when
+this machine stood still, and nobody has told its launcher yet."""
 READ_BYTES = 64 * 1024
 CONFIG_BYTES_MAX = 64 * 1024
 
@@ -95,9 +98,15 @@ class Keeper:
             self._wait()
             for event in self._happened():
                 self._perform(self._lease.handle(event, now()))
+            if self._is_asking:
+                self._frozen += freeze_incarnation(str(self._incarnation))
             self._tell_alive()
         self._line.close()
         return 0
+
+    @property
+    def _is_asking(self) -> bool:
+        return self._lease.state.phase is ls.LeasePhase.ASKING
 
     def _on_cut(self, number: int, frame: object) -> None:
         self._is_cut_off = True
@@ -109,6 +118,8 @@ class Keeper:
         wait_s = self._terms.heartbeat_s
         if deadline is not None:
             wait_s = min(wait_s, max(0.0, deadline - now()))
+        if self._is_asking:
+            wait_s = min(wait_s, FREEZE_AGAIN_S)
         poll = select.poll()
         poll.register(self._commands, select.POLLIN)
         self._line.register(poll)

@@ -43,6 +43,7 @@ class Kept:
         )
         self.keeper = KeeperProcess(order, tell=self.told.append, watches_silence=watches_silence)
         self.command: subprocess.Popen[bytes] | None = None
+        self.late: subprocess.Popen[bytes] | None = None
 
     def start_command(self) -> None:
         """Not our child alone: it has a child of its own, in another session."""
@@ -51,6 +52,12 @@ class Kept:
             env={"PATH": os.environ["PATH"], "NODUS_INCARNATION": str(self.me)},
             start_new_session=True,
         )
+
+    def start_late(self) -> int:
+        """Another process of the incarnation; answers its pid."""
+        environment = {"PATH": os.environ["PATH"], "NODUS_INCARNATION": str(self.me)}
+        self.late = subprocess.Popen(["sleep", "600"], env=environment)
+        return self.late.pid
 
     def states(self) -> list[str]:
         return sorted(p.state for p in process_tree.find(str(self.me)).values())
@@ -89,8 +96,9 @@ async def kept(store: FakeStore, request: pytest.FixtureRequest) -> AsyncIterato
     yield kept
     await kept.keeper.close()
     await asyncio.to_thread(process_tree.kill_incarnation, str(kept.me))
-    assert kept.command is not None
-    kept.command.wait(LIMIT_S)
+    for process in (kept.command, kept.late):
+        if process is not None:
+            process.wait(LIMIT_S)
 
 
 async def test_it_takes_the_lease_renews_it_and_gives_it_back(store: FakeStore, kept: Kept) -> None:
@@ -181,6 +189,9 @@ async def test_a_keeper_that_stood_still_freezes_first_and_asks_once(
     store.is_silent = True
     os.kill(kept.keeper.pid, signal.SIGCONT)
     await until(lambda: set(kept.states()) == {"T"})
+    late = kept.start_late()
+    await until(lambda: "T" in stopped(late) or len(kept.told) > 1)
+    assert "T" in stopped(late), "a launch that was under way: it is stopped as well"
     store.is_silent = False
     store.floor = 3 if is_renewed else 4
     if is_renewed:

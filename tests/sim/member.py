@@ -207,7 +207,8 @@ class SimMember:
             self.world.truth.failed_by_itself(self.incarnation)
             self._start_failed(Reason.COMMAND_NOT_FOUND)
         else:
-            self.process = SimProcess(self)
+            is_asking = keeper is not None and keeper.lease.state.phase is LeasePhase.ASKING
+            self.process = SimProcess(self, starts_frozen=is_asking)
             pid = 1000 + self.incarnation.rank
             self.machine.after(
                 TOLD_AFTER_S, self.handle, ev.CommandStarted(incarnation=self.incarnation, pid=pid)

@@ -14,15 +14,20 @@ SIGTERM, SIGKILL = 15, 9
 
 
 class SimProcess:
-    """The tree of one incarnation, from its start until nothing of it is left."""
+    """The tree of one incarnation, from its start until nothing of it is left.
 
-    def __init__(self, member: SimMember) -> None:
+    Args:
+        starts_frozen: its keeper holds the tree frozen, and looks for newcomers every few milliseconds
+            (`agents.keeper.FREEZE_AGAIN_S`).
+    """
+
+    def __init__(self, member: SimMember, *, starts_frozen: bool = False) -> None:
         self.member = member
         self.world = member.world
         self.machine = member.machine
         self.incarnation = member.incarnation
         self.is_alive = True
-        self.is_tree_frozen = False
+        self.is_tree_frozen = starts_frozen
         self.stuck_until = 0.0
         """It stands in the kernel until then: it does nothing, and a kill ends it only afterwards."""
         self._is_killed = False
