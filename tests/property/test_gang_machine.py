@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.core import effects as do
 from coordinator.core import events as ev
+from coordinator.core.checkpoints import CommitCheckpoint
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang
 from mesh import messages as msg
@@ -60,6 +61,7 @@ class GangMachine(RuleBasedStateMachine):
         self.now = ev.Now(mono=100.0, wall=5000.0)
         self.tokens = itertools.count(1)
         self.machines = itertools.count(1)
+        self.parts = itertools.count(1)
         self.answers: list[ev.GangEvent] = []
         self.asked: dict[int, do.ReserveMachines] = {}
         self.opened: dict[Epoch, tuple[IncarnationToken, ...]] = {}
@@ -113,6 +115,26 @@ class GangMachine(RuleBasedStateMachine):
                 self.answers.append(ev.MemberRevoked(incarnation=me, has_passed=has_passed))
             case do.FenceMember():
                 self.fencing[effect.incarnation] = effect.grace_s
+            case CommitCheckpoint():
+                self.answers.append(self.store_s_answer(effect))
+            case do.TellAboutPart():
+                if effect.question is not None:
+                    self.answers.append(self.member_s_answer(effect, effect.question))
+
+    def store_s_answer(self, wish: CommitCheckpoint) -> ev.GangEvent:
+        """Every fourth one lacks something."""
+        assert wish.epoch == self.core.gang.epoch, "a wish is of the current epoch"
+        if wish.number % 4 == 0:
+            return ev.CheckpointLacking(number=wish.number, parts=wish.parts[:1], message="Gone.")
+        return ev.CheckpointWritten(
+            number=wish.number, uri=f"u{wish.number}", size_bytes=1, created_at=self.now.wall
+        )
+
+    def member_s_answer(self, effect: do.TellAboutPart, question: int) -> ev.GangEvent:
+        return msg.CheckpointPartAnswered(
+            incarnation=effect.incarnation, at=self.now.wall, question=question, digest=effect.digest,
+            holds=question % 3 != 0,
+        )  # fmt: skip
 
     # ---- what the world does ----------------------------------------------------------------------
 
@@ -177,6 +199,28 @@ class GangMachine(RuleBasedStateMachine):
     def pick(self, place: int, *, has_passed: bool = False) -> Incarnation | None:
         able = [me for me in self.living() if not has_passed or me.token in self.opened.get(me.epoch, ())]
         return able[place % len(able)] if able else None
+
+    @rule(place=PLACES, step=st.sampled_from([None, 1, 2, 3]))
+    def save(self, place: int, step: int | None) -> None:
+        if (me := self.pick(place, has_passed=True)) is not None:
+            number = next(self.parts)
+            self.tell(
+                msg.CheckpointPartStored(
+                    incarnation=me, at=self.now.wall, number=number, digest=f"d{number}", content=f"c{number}",
+                    steps=() if step is None else (step,), files=1, size_bytes=1,
+                )
+            )  # fmt: skip
+
+    @rule(place=PLACES)
+    def find_damage(self, place: int) -> None:
+        me, newest = self.pick(place), self.core.gang.checkpoints.newest
+        if me is not None and newest is not None and me.token not in self.opened.get(me.epoch, ()):
+            self.tell(
+                msg.MemberPreparationFailed(
+                    incarnation=me, at=self.now.wall, reason=Reason.CHECKPOINT_CORRUPT, message="Damaged.",
+                    damaged_checkpoint=newest.number,
+                )
+            )  # fmt: skip
 
     @rule(place=PLACES, kind=st.sampled_from(["registered", "arrived", "unprepared"]))
     def prepare(self, place: int, kind: str) -> None:
