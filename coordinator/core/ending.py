@@ -23,8 +23,6 @@ from coordinator.core.events import (
 from coordinator.core.gang_base import ASSEMBLY_STATES, RESTING_STATES
 from coordinator.core.gang_state import Failure, MemberPhase, MemberRecord, Outcome, OutcomeKind, Settlement
 from mesh.messages import (
-    LEASE_GUARD_S,
-    LEASE_TTL_S,
     MemberExited,
     MemberFenced,
     MemberFenceFailed,
@@ -119,14 +117,11 @@ class Ending(Assembling):
 
     def _settle_silent(self) -> None:
         """Members whose lease is gone and whose last report did not come."""
-        for rank, due in list(self._due.last_words.items()):
-            if self._now.mono < due:
-                continue
+        for rank in [r for r, due in self._due.last_words.items() if self._now.mono >= due]:
             del self._due.last_words[rank]
             member = self.gang.members.get(rank)
             if member is not None and self._current(member.incarnation) is not None:
-                lapsed_at = due - LAST_WORD_WINDOW_S
-                self._settle_lost(member, heard_at=lapsed_at - LEASE_TTL_S - LEASE_GUARD_S)
+                self._settle_lost(member, heard_at=None)  # nobody watched when it was heard of last
 
     def _on_machine_reclaimed(self, event: MachineReclaimed) -> None:
         gang = self.gang

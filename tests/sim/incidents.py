@@ -46,6 +46,8 @@ class Incidents:
         self.world = world
         self.seen: Counter[tuple[Incident, RunState]] = Counter()
         """What happened while a gang was in which state."""
+        self.has_delayed_news = False
+        """What the store said may have reached a gang's core long after it was so."""
         self._planned: list[_Planned] = []
 
     def plan(self) -> None:
@@ -92,6 +94,7 @@ class Incidents:
             case Incident.COORDINATOR_CRASHED:
                 world.coordinator.crash()
             case Incident.DISK_FULL:
+                self.has_delayed_news = True
                 world.coordinator.disk_full_until = self._until(world.random.uniform(0.5, 15.0))
             case Incident.CAPACITY_CAME:
                 world.fleet.add_machine()
@@ -126,6 +129,7 @@ class Incidents:
                 world.trouble(for_s)
                 world.store.stall(for_s)
             case _:
+                self.has_delayed_news = True
                 world.line_cut_until = self._until(world.random.uniform(0.5, 12.0))
                 if world.random.random() < 0.5:
                     world.coordinator.line.hear_lost()
