@@ -117,6 +117,8 @@ class EpochStatus(TypedDict):
     restored: str | None
     """The checkpoint that it began from."""
     restoredStep: int | None
+    reason: str | None
+    """Why it ended, in one word; null while it goes on."""
     cause: Cause | None
     """What it ended of, when it was not meant to end."""
     victims: list[int]

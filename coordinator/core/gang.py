@@ -247,7 +247,7 @@ class GangCore(Ending):
             return
         self._due.commit = None
         self._effects.extend(DismissMember(incarnation=m.incarnation) for m in gang.members.values())
-        self._tell_chapter(ended_at=self._now.wall)
+        self._tell_chapter(ended_at=self._now.wall, reason=gang.outcome.reason)
         match gang.outcome.kind:
             case OutcomeKind.JUDGE:
                 self._conclude_judged()
@@ -275,7 +275,7 @@ class GangCore(Ending):
         gang = self.gang
         verdict = blame.judge(gang)
         gang.cause = verdict.cause
-        self._tell_chapter(cause=verdict.cause, victims=verdict.victims)
+        self._tell_chapter(reason=verdict.cause.reason, cause=verdict.cause, victims=verdict.victims)
         decision = recovery.decide(gang, verdict)
         if isinstance(decision, recovery.NoRestart):
             message = verdict.cause.message + verdict.notes

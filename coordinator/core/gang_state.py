@@ -227,6 +227,8 @@ class Chapter:
     restored_step: int | None = None
     restored_at: float | None = None
     """When that checkpoint was committed: what ran after it is lost."""
+    reason: Reason | None = None
+    """Why it ended, in one word: the cause's where it has one."""
     cause: Failure | None = None
     victims: tuple[Rank, ...] = ()
     """Ranks that failed because of the cause."""
@@ -433,13 +435,14 @@ def _chapter_record(chapter: Chapter) -> dict[str, Any]:
 
 
 def _chapter_from(record: dict[str, Any]) -> Chapter:
-    cause, charged = record["cause"], record["charged"]
+    cause, charged, reason = record["cause"], record["charged"], record["reason"]
     return Chapter(
         **{
             **record,
             "kept": tuple(record["kept"]),
             "replaced": tuple(record["replaced"]),
             "victims": tuple(record["victims"]),
+            "reason": None if reason is None else Reason(reason),
             "cause": None if cause is None else _failure_from(cause),
             "charged": None if charged is None else RestartKind(charged),
         }

@@ -66,7 +66,7 @@ def describe_epochs(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]])
                 "-" if not epoch["lostSeconds"] else _span(epoch["lostSeconds"]),
                 _between(epoch["stoppedAt"], epoch["endedAt"]),
                 _from(epoch),
-                "-" if cause is None else f"{cause['reason']} (rank {cause['rank']})",
+                (epoch["reason"] or "-") if cause is None else f"{cause['reason']} (rank {cause['rank']})",
             ]
         )
     lines = [title, *lay_out(rows, PIPE_COLUMNS, [])]

@@ -74,6 +74,7 @@ class EpochStatus(_Reported):
     replaced: tuple[int, ...] = ()
     restored: str | None = None
     restored_step: int | None = None
+    reason: str | None = None
     cause: dict[str, Any] | None = None
     victims: tuple[int, ...] = ()
     charged_to: str | None = None

@@ -311,6 +311,7 @@ async def test_a_suspended_run_has_not_ended_and_goes_on_in_a_new_epoch(subject:
     await subject.service.resume("pause")
     run = await reach(subject, "pause", runs_in(2))
     assert [epoch["chargedTo"] for epoch in run["status"]["epochs"]] == [None, None]
+    assert [epoch["reason"] for epoch in run["status"]["epochs"]] == ["Suspended", None]
     assert run["status"]["restarts"]["total"] == 0
     await end(subject, "pause")
     with pytest.raises(ConflictError):
@@ -344,7 +345,7 @@ async def test_a_lost_machine_costs_its_rank_the_machine_and_the_story_says_so(s
         "MachineLost",
         "Loss",
     )
-    assert not first["ledSomewhere"]
+    assert (first["reason"], first["ledSomewhere"]) == ("MachineLost", False)
     assert first["beganAt"] <= first["openedAt"] <= first["runningAt"] <= first["stoppedAt"]
     assert first["stoppedAt"] <= first["endedAt"] <= second["beganAt"]
     assert (second["kept"], second["replaced"], second["cause"]) == ([], [0], None)

@@ -49,7 +49,8 @@ class FakeRun:
         status["epoch"] += 1
         kept = [rank for rank, machine in machines.items() if before.get(rank) == machine]
         checkpoint = status["checkpoint"] or {"id": None, "step": None}
-        chapter = dict.fromkeys(("openedAt", "runningAt", "stoppedAt", "endedAt", "cause", "chargedTo"))
+        unknown = ("openedAt", "runningAt", "stoppedAt", "endedAt", "reason", "cause", "chargedTo")
+        chapter = dict.fromkeys(unknown)
         status["epochs"].append(
             {
                 **chapter,
@@ -100,6 +101,7 @@ class FakeRun:
         for life in self.lives[-self.plan.nodes :]:
             life["why"] = life["why"] or (reason, message)
         self.chapter.update(stoppedAt=now, endedAt=now)
+        self.chapter["reason"] = (self.chapter["cause"] or {"reason": reason})["reason"]
 
     def blame(self, rank: int, reason: str, message: str) -> None:
         """What the epoch ended of."""

@@ -43,6 +43,15 @@ async def test_a_followed_run_is_looked_up_by_its_name_after_the_first_time() ->
     assert await ends.has_ended("uid-a")
 
 
+async def test_a_suspended_run_says_nothing_more_for_now() -> None:
+    runs = _Runs()
+    runs.states["a"] = ("uid-a", "Suspended")
+    ends = RunEnds(runs)  # type: ignore[arg-type]
+    assert await ends.has_ended("uid-a")
+    runs.states["a"] = ("uid-a", "Running")
+    assert not await ends.has_ended("uid-a")
+
+
 @pytest.mark.parametrize("then", [None, ("another-uid", "Running")])
 async def test_a_followed_run_that_was_deleted_has_ended_whoever_has_its_name(then: Any) -> None:
     runs = _Runs()
