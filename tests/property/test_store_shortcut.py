@@ -75,7 +75,10 @@ class Way:
         return {
             uid: (
                 gang.epoch, dict(gang.keys), gang.bytes_held,
-                {rank: (lease.token, lease.deadline, lease.connection) for rank, lease in gang.leases.items()},
+                {
+                    rank: (lease.token, lease.deadline, lease.connection, lease.heard_at)
+                    for rank, lease in gang.leases.items()
+                },
             )
             for uid, gang in self.state.books.gangs.items()
         }  # fmt: skip
@@ -133,6 +136,18 @@ def test_the_common_requests_do_take_the_shortest_way() -> None:
         for _ in range(3):
             way.send(FIRST, frame)
         assert way.shortened == before + 2, request
+
+
+def test_a_renewal_by_the_shortest_way_was_heard() -> None:
+    """What a lapse says of the silence before it decides whether the machine or a command is to blame."""
+    way = Way(has_shortcuts=True)
+    uid, epoch = RunUid("a"), Epoch(1)
+    way.send(ADMIN, encode_request(ms.SetFloor(1, uid, epoch, 1)))
+    renewal = encode_request(ms.GrantLease(1, uid, epoch, Rank(0), IncarnationToken("t"), 1.0, 0.1))
+    for way.now in (0.0, 0.5, 1.0):
+        way.send(FIRST, renewal)
+    assert way.shortened == 2
+    assert way.state.books.gangs[uid].leases[Rank(0)].heard_at == 1.0
 
 
 def test_what_is_known_is_bounded_and_holds_no_secret() -> None:
