@@ -117,7 +117,8 @@ class CoordinatorActor:
             logs=cast(Endpoint, self._config["logs"]),
             transport=Transport.PRIVATE,
             checkpoints=self._config.get("checkpoints"),
-            is_clean_start=effect.is_clean_start,
+            # Where nothing is kept, nothing can be brought back: then each machine keeps what it has.
+            is_clean_start=effect.is_clean_start and self._config.get("checkpoints") is not None,
             restore=effect.restore,
         )
 

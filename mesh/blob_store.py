@@ -390,6 +390,12 @@ def normal_url(url: str) -> str:
         raise CheckpointStoreError(
             "The checkpoint store's URL is empty.", hint="For example file:///data/checkpoints"
         )
+    if urlsplit(text).password:
+        raise CheckpointStoreError(
+            f"The URL of the checkpoint store {_shown(text)} has a password in it, and URLs are shown.",
+            hint="Leave it out; give it in the environment or the file that the store's package reads.",
+            url=_shown(text),
+        )
     if "://" not in text:
         text = f"file://{Path(text).expanduser().absolute()}"
     return text.rstrip("/") or text

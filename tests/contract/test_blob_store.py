@@ -176,7 +176,7 @@ def test_a_manifests_uri_is_taken_apart() -> None:
     assert blob_store.normal_url("/a/b/") == "file:///a/b"
 
 
-def test_passwords_are_in_no_message() -> None:
-    with pytest.raises(CheckpointStoreError) as caught:
+def test_passwords_are_refused_and_in_no_message() -> None:
+    with pytest.raises(CheckpointStoreError, match="password") as caught:
         BlobStore("nonsense://user:geheim@host/x?sig=geheim")
     assert "geheim" not in str(caught.value) + repr(caught.value.details)
