@@ -87,6 +87,8 @@ class Player:
                 return ev.SuspendRequested(message="Suspended by a user.")
             case "resume":
                 return ev.ResumeRequested(message="Resumed by a user.")
+            case "rehearsed":
+                return ev.FaultRehearsed(rank=Rank(int(plain[0])), message="Everything there is killed.")
             case "opened":
                 return ev.BarrierOpened(epoch=epoch)
             case "closed":
