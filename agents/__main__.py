@@ -58,6 +58,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="something to select this machine by, such as rack=3; may be repeated",
     )
+    join.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="after SIGTERM or SIGINT: how long the run that has this machine may take to save and to leave; a second "
+        "signal does not wait (default: 30)",
+    )
     return parser
 
 
@@ -73,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             token_file=options.token_file,
             address=options.address,
             labels=options.label,
+            grace_s=options.grace,
         )
         with machine_state(options.state) as state:
             take_environment(state, original)

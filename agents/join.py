@@ -11,6 +11,8 @@ Rules of this file:
 3. A head that refuses ends the agent; one that cannot be reached is asked again for as long as it takes, once it has
    answered before, since a machine that was cut off cannot know when the cable is put back.
 4. This process decides nothing about runs. Its raylet dies with it, and with the raylet what Ray started.
+5. Told to stop, it tells the head that this machine goes away, and stays until the run that has it has left, for a
+   grace period; told again, it stops at once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ WORKERS_READY = 2
 """A member and its launcher."""
 HOUSEKEEPING_S = 5.0
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.5, 10.0
+GRACE_S_LARGEST = 3600.0
+LEAVE_LOOK_S = 0.25
 END_LIMIT_S = 8.0
 """Of everything below this process, once the raylet is gone: a supervisor ends its command's tree by itself."""
 SOCKETS_PREFIX = "gangmesh-"
@@ -70,9 +74,13 @@ class JoinSettings:
     token: str = field(repr=False)
     address: str
     labels: Mapping[str, str]
+    grace_s: float
+    """How long a run may take to save and to leave this machine, when the agent is told to stop."""
 
     @classmethod
-    def read(cls, *, head: str, token_file: Path, address: str, labels: Sequence[str]) -> JoinSettings:
+    def read(
+        cls, *, head: str, token_file: Path, address: str, labels: Sequence[str], grace_s: float
+    ) -> JoinSettings:
         """From the command line. Raises SpecError."""
         try:
             token = token_file.read_text(encoding="ascii").strip()
@@ -91,7 +99,9 @@ class JoinSettings:
         pairs = dict(label.partition("=")[::2] for label in labels)
         if "" in pairs:
             raise SpecError("--label takes KEY=VALUE.", field="--label")
-        return cls(head=checked_url(head), token=token, address=own, labels=pairs)
+        if not 0 <= grace_s <= GRACE_S_LARGEST:
+            raise SpecError(f"--grace takes 0 to {GRACE_S_LARGEST:g} seconds.", field="--grace", got=grace_s)
+        return cls(head=checked_url(head), token=token, address=own, labels=pairs, grace_s=grace_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +185,7 @@ class _Agent:
         self._state = state
         self._install = find_install()
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._reaper = OrphanReaper()
         self._has_joined = False
 
@@ -183,7 +194,7 @@ class _Agent:
         os.chdir(self._state.ray)  # Ray puts the folder that it is started in on its workers' path
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         try:
             await self._join_again_and_again()
@@ -191,6 +202,9 @@ class _Agent:
             housekeeping.cancel()
             await asyncio.wait([housekeeping])
             await asyncio.to_thread(_end_everything_below)
+
+    def _on_signal(self) -> None:
+        (self._hurry if self._stop.is_set() else self._stop).set()
 
     async def _join_again_and_again(self) -> None:
         pause_s = AGAIN_FIRST_S
@@ -220,12 +234,44 @@ class _Agent:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if raylet.is_running:
+            await self._leave(node.name, raylet)
             await raylet.stop(grace_s=RAYLET_GRACE_S)
         else:
             tail = log_tail(node.logs / "raylet.err")
             _log.error(
                 "the raylet of %s ended by itself, code %d. %s", node.name, raylet.ended.result(), tail
             )
+
+    async def _leave(self, name: str, raylet: Child) -> None:
+        """Says that this machine goes away, and waits until its run has left it: as long as the grace period lasts."""
+        leaving = asyncio.create_task(self._until_free(name), name="leaving")
+        hurry = asyncio.create_task(self._hurry.wait(), name="hurry")
+        either: list[asyncio.Future[Any]] = [leaving, hurry, raylet.ended]
+        await asyncio.wait(either, timeout=self._settings.grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (leaving, hurry):
+            task.cancel()
+        [outcome, _] = await asyncio.gather(leaving, hurry, return_exceptions=True)
+        if isinstance(outcome, MeshError):
+            _log.warning("the head was not told that %s goes away: %s", name, outcome)
+        elif outcome is not None:
+            _log.warning("%s goes away while a run is there", name)
+
+    async def _until_free(self, name: str) -> None:
+        """Raises MeshError."""
+        notice = {"graceSeconds": self._settings.grace_s, "message": "its agent was told to stop"}
+        async with self._head() as head:
+            await head.call("POST", f"/v1/machines/{name}/reclaim", body=notice)
+            while await _has_run(head, name):  # noqa: ASYNC110 - the API has nothing to wait on
+                await asyncio.sleep(LEAVE_LOOK_S)
+
+    @contextlib.asynccontextmanager
+    async def _head(self) -> AsyncIterator[HttpTransport]:
+        transport = HttpTransport(url=self._settings.head, token=self._settings.token, fate=lambda: None)
+        await transport.open()
+        try:
+            yield transport
+        finally:
+            await transport.close()
 
     async def _ask(self) -> dict[str, Any]:
         import ray
@@ -236,12 +282,8 @@ class _Agent:
             "python": platform.python_version(),
             "ray": ray.__version__,
         }
-        transport = HttpTransport(url=self._settings.head, token=self._settings.token, fate=lambda: None)
-        await transport.open()
-        try:
-            terms: dict[str, Any] = await transport.call("POST", "/v1/machines/join", body=request)
-        finally:
-            await transport.close()
+        async with self._head() as head:
+            terms: dict[str, Any] = await head.call("POST", "/v1/machines/join", body=request)
         return terms
 
     def _node(self, terms: Mapping[str, Any]) -> RayNode:
@@ -292,6 +334,11 @@ class _Agent:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._reaper.look()
+
+
+async def _has_run(head: HttpTransport, name: str) -> bool:
+    machines = (await head.call("GET", "/v1/machines"))["machines"]
+    return any(machine["name"] == name and machine["run"] for machine in machines)
 
 
 def _end_everything_below() -> None:

@@ -62,6 +62,21 @@ def test_only_the_lost_rank_gets_another_machine(lab: Lab, rank: int, how: str) 
     _finished(lab, beacon, epoch=2)
 
 
+def test_a_machine_whose_agent_is_told_to_stop_lets_its_rank_save_and_move(lab: Lab) -> None:
+    """A reclaim, not a loss: the rank hears of it while everything still runs, and nobody waits for a lease to end."""
+    beacon = lab.running_beacon("--nodes", "2")
+    leaving, kept = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)
+    assert lab.stop_agent(leaving) == 0, lab.agent_log(leaving)
+    assert not lab.observer.living(beacon.uid, host=leaving)
+    assert beacon.stopped_at(leaving)
+    _at_epoch(lab, beacon, 2)
+    assert lab.host_of(beacon.name, 0) is kept
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    restarts = lab.run(beacon.name)["status"]["restarts"]
+    assert (restarts["reclaim"], restarts["loss"]) == (1, 0), restarts
+    _finished(lab, beacon, epoch=2)
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_host_that_thaws_in_the_middle_of_the_next_epoch_finds_every_door_closed(
     lab: Lab, rank: int

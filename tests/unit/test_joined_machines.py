@@ -89,7 +89,9 @@ def test_one_agent_per_folder(tmp_path: Path) -> None:
 def test_what_an_agent_is_told_is_read_or_refused_by_name(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
-    read = JoinSettings.read(head="10.1.2.2:80", token_file=token, address="10.1.2.3", labels=["rack=3"])
+    read = JoinSettings.read(
+        head="10.1.2.2:80", token_file=token, address="10.1.2.3", labels=["rack=3"], grace_s=5.0
+    )
     assert (read.head, read.token, read.labels) == ("http://10.1.2.2:80", "secret", {"rack": "3"})
     assert "secret" not in repr(read)
     for wrong in (
@@ -97,12 +99,14 @@ def test_what_an_agent_is_told_is_read_or_refused_by_name(tmp_path: Path) -> Non
         {"labels": ["=x"]},
         {"token_file": tmp_path / "none"},
         {"head": "ray://x"},
+        {"grace_s": -1.0},
     ):
         given: dict[str, Any] = {
             "head": "h:1",
             "token_file": token,
             "address": "10.1.2.3",
             "labels": [],
+            "grace_s": 30.0,
             **wrong,
         }
         with pytest.raises(SpecError):
