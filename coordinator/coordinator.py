@@ -366,10 +366,11 @@ class Coordinator:
     async def shutdown(self, wait_s: float) -> list[str]:
         """Cancels every active run and waits, at most so long, until each is fenced and its machines are back.
 
-        Returns the names of the runs that were still not finished.
+        A suspended run holds nothing: it stays, and can be resumed when the deployment is started again. Returns the
+        names of the runs that were still not finished.
         """
         self._is_stopping = True
-        active = [d for d in self._drivers.values() if not d.is_finished]
+        active = [d for d in self._drivers.values() if not d.is_finished and not _is_at_rest(d)]
         for driver in active:
             with suppress(
                 asyncio.QueueFull
@@ -447,6 +448,11 @@ class Coordinator:
             for holding in driver.core.gang.holdings
             if holding.until is None
         }
+
+
+def _is_at_rest(driver: GangDriver) -> bool:
+    gang = driver.core.gang
+    return gang.state is RunState.SUSPENDED and gang.is_released
 
 
 def _machine_state(facts: MachineFacts, used_by: Mapping[str, str]) -> str:

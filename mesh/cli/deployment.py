@@ -179,7 +179,10 @@ def down(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask, even when runs are active.")] = False,
     state: StateOption = None,
 ) -> None:
-    """Ends the deployment of the state folder: cancels its runs, stops every process, keeps journal and logs."""
+    """Ends the deployment of the state folder: cancels its runs, stops every process, keeps journal and logs.
+
+    Suspended runs stay: after `mesh up` they can be resumed.
+    """
     execute(lambda: _down(state, yes), state=state)
 
 
@@ -219,7 +222,10 @@ def _listed(names: list[str]) -> str:
 
 
 async def _active_runs(folder: Path) -> list[str]:
-    """Names of runs that have not ended; none when the deployment does not answer (it is stopped all the same)."""
+    """Names of runs that would be cancelled; none when the deployment does not answer (it is stopped all the same).
+
+    A suspended one stays as it is.
+    """
     import asyncio
 
     from mesh.client import connect
@@ -231,7 +237,11 @@ async def _active_runs(folder: Path) -> list[str]:
             runs = await client.list_runs()
     except (MeshError, TimeoutError):
         return []
-    return [run["metadata"]["name"] for run in runs if not RunState(run["status"]["state"]).is_terminal]
+    return [
+        run["metadata"]["name"]
+        for run in runs
+        if run["status"]["state"] != RunState.SUSPENDED and not RunState(run["status"]["state"]).is_terminal
+    ]
 
 
 def status(

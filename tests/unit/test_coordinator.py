@@ -287,6 +287,25 @@ async def test_shutdown_cancels_what_runs_and_waits_for_its_fence(bench: Bench) 
         await bench.submit("late")
 
 
+async def test_a_suspended_run_stays_when_the_deployment_is_stopped_and_goes_on_in_the_next(
+    bench: Bench,
+) -> None:
+    await bench.submit("paused")
+    await bench.start_all()
+    await bench.coordinator.suspend("paused")
+    await bench.until(lambda: len(bench.fleet.fences) == 2)
+    await bench.fenced()
+    await bench.until_state("paused", RunState.SUSPENDED)
+    await bench.until(lambda: not bench.fleet.held)
+    assert await bench.coordinator.shutdown(10.0) == []
+    await bench.restart()
+    assert (await bench.coordinator.get_run("paused"))["status"]["state"] == RunState.SUSPENDED
+    orders = len(bench.fleet.orders)
+    await bench.coordinator.resume("paused")
+    await bench.until(lambda: len(bench.fleet.orders) == orders + 2)
+    assert {incarnation.epoch for incarnation in bench.incarnations()[orders:]} == {2}
+
+
 def test_a_record_is_read_back_as_it_was() -> None:
     gang = Gang(uid=RunUid("00000000000000aa"), plan=_plan("x"), created_at=1.5)
     assert Gang.from_record(gang.to_record()) == gang
