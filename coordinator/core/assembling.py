@@ -279,7 +279,7 @@ class Assembling(Seats):
         gang = self.gang
         if gang.outcome is not None or gang.barrier_open or gang.state is not RunState.ASSEMBLING:
             return
-        if member.settlement is None and member.reason is not None:
+        if member.reason is not None:
             message = f"{member.message} The store was restarted, and cannot say what had passed the barrier."
             self._assembly_failed(member.reason, message)
 

@@ -113,7 +113,8 @@ class Player:
         if word == "suspected":
             return ev.MemberSuspected(incarnation=incarnation)
         if word == "revoked":
-            return ev.MemberRevoked(incarnation=incarnation, has_passed="passed" in plain)
+            has_passed = None if "unknown" in plain else "passed" in plain
+            return ev.MemberRevoked(incarnation=incarnation, has_passed=has_passed)
         if word == "vanished":
             return ev.MemberVanished(incarnation=incarnation, message="its agent died.")
         return self._report(word, plain, options, incarnation)
