@@ -254,6 +254,8 @@ class GangDriver:
             case ReleaseMachine():
                 self._start(("release", effect.reservation, effect.machine), self._release(effect))
             case OpenEpoch():
+                # The store forgets a whole gang: of a run that was suspended, what comes late would be this epoch.
+                self._stop_all("forget")
                 self._start(
                     ("open", effect.epoch),
                     _persist_in(
@@ -284,8 +286,7 @@ class GangDriver:
                 )
             case ForgetGang():
                 # The store will not know the gang any more: what is still asked of it would be asked for ever.
-                for key in [key for key in self._tasks if key[0] in ("open", "close", "revoke")]:
-                    self._stop(key)
+                self._stop_all("open", "close", "revoke")
                 self._start(
                     ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
                 )
@@ -349,6 +350,10 @@ class GangDriver:
         task = self._tasks.pop(key, None)
         if task is not None:
             task.cancel()
+
+    def _stop_all(self, *kinds: str) -> None:
+        for key in [key for key in self._tasks if key[0] in kinds]:
+            self._stop(key)
 
     async def _reserve(self, effect: ReserveMachines) -> None:
         shape = Shape(

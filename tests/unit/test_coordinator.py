@@ -365,3 +365,22 @@ async def test_a_second_delete_leaves_alone_the_next_run_of_that_name(bench: Ben
     may_go_on.set()
     await slow
     assert (await bench.coordinator.get_run("twin"))["status"]["state"] != "Cancelled"
+
+
+async def test_what_is_still_to_be_forgotten_does_not_take_the_next_epoch_along(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is away while a run is suspended and resumed; what comes late would drop the epoch that is open."""
+
+    async def forget(uid: RunUid, epoch: Epoch) -> None:
+        raise TransportError("The rendezvous store cannot be reached now.")
+
+    monkeypatch.setattr(bench.store, "forget", forget)
+    await bench.submit("train")
+    await bench.start_all()
+    await bench.coordinator.suspend("train")
+    await bench.fenced()
+    await bench.until_state("train", RunState.SUSPENDED)
+    await bench.coordinator.resume("train")
+    await bench.until(lambda: [epoch for _, epoch, _ in bench.store.epochs] == [1, 2])
+    await bench.until(lambda: not any(": forget" in task.get_name() for task in asyncio.all_tasks()))
