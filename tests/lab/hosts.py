@@ -20,9 +20,11 @@ from typing import Any
 
 import psutil
 
-from tests.lab.network import NETNS_ETC, LabNetwork, group_pids, kill_group
+from agents.machine import MASTER_PORT_FIRST, MASTER_PORT_LAST
+from tests.lab.network import NETNS_ETC, LabNetwork, call, group_pids, kill_group
 
 BOOT_LIMIT_S = 10.0
+RENDEZVOUS_PORTS = frozenset(str(port) for port in range(MASTER_PORT_FIRST, MASTER_PORT_LAST + 1))
 FREEZE_LIMIT_S = 5.0
 INIT = Path(__file__).with_name("host_init.py")
 OWN_PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child=KILL")
@@ -156,6 +158,17 @@ class Host:
                 process = psutil.Process(pid)
                 if any(part.startswith(word) or part.endswith(word) for part in process.cmdline()):
                     found.append(process)
+        return found
+
+    def rendezvous_sockets(self) -> list[str]:
+        """What listens or is connected on a rendezvous port, on either side, as the kernel says it."""
+        table = call("ip", "netns", "exec", self.network.namespace(self.name), "ss", "-Htan")
+        found = []
+        for line in table.splitlines():
+            state, _, _, local, peer = line.split()[:5]
+            ports = {end.rpartition(":")[2] for end in (local, peer)}
+            if state in ("LISTEN", "ESTAB") and ports & RENDEZVOUS_PORTS:
+                found.append(line)
         return found
 
     # ---- faults -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pathlib import Path
 PREFIX = "gmlab"
 REGISTRY = Path("/run/gangmesh-lab")
 NETNS_ETC = Path("/etc/netns")
-PROGRAMS = ("ip", "unshare", "nsenter", "tc")
+PROGRAMS = ("ip", "ss", "tc", "unshare", "nsenter")
 HOST_NUMBERS = (3, 20, 100, 9, 30, 4)
 """Last byte of the hosts' addresses: sorted as text (.100 .20 .3 .30 .4 .9) they are in another order than as ranks."""
 HEAD_NUMBER = 2

@@ -31,6 +31,7 @@ def _finished(lab: Lab, beacon: Beacon, *, epoch: int) -> None:
     run = lab.ended(beacon.name, limit_s=120)
     assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", epoch), run["status"]
     lab.observer.wait_for_none(beacon.uid)
+    assert [line for host in lab.hosts for line in host.rendezvous_sockets()] == []
 
 
 def _lose(host: Host, how: str) -> None:
@@ -108,6 +109,8 @@ def test_a_ghost_that_goes_back_to_the_rendezvous_meets_nobody(lab: Lab) -> None
     assert lab.host_of(beacon.name, 0) is kept
     lost.thaw()
     lab.observer.wait_for_none(beacon.uid, epoch=1)
+    assert lost.rendezvous_sockets() == []
+    assert kept.rendezvous_sockets() != []
     before = len(_meetings(beacon, 2))
     wait_until(lambda: len(_meetings(beacon, 2)) > before + 50, "the next epoch to train on")
     assert set(_meetings(beacon, 2)) == {"[2, 2]"}
