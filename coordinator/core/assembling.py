@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.core.effects import DismissMember, OpenEpoch, OrderMember, RevokeMember
+from coordinator.core.effects import DismissMember, FenceMember, OpenEpoch, OrderMember, RevokeMember
 from coordinator.core.events import (
     BarrierClosed,
     BarrierOpened,
@@ -179,6 +179,14 @@ class Assembling(Seats):
         self._update(
             replace(member, phase=MemberPhase.REGISTERED, address=event.address, registered_at=event.at)
         )
+        self._fence_newcomer(member)
+
+    def _fence_newcomer(self, member: MemberRecord) -> None:
+        """Its order was under way when the epoch was stopped: the fence found nobody yet."""
+        outcome = self.gang.outcome
+        if outcome is not None and outcome.kind is not OutcomeKind.SUCCEED:
+            grace_s = self.gang.plan.grace_period_s
+            self._effects.append(FenceMember(incarnation=member.incarnation, grace_s=grace_s))
 
     def _on_member_arrived(self, event: MemberArrived) -> None:
         member = self._current(event.incarnation)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.core import effects as do
 from coordinator.core import events as ev
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from mesh.ids import Epoch, IncarnationToken, RunUid
 from mesh.messages import JoinOrder, MemberReport
@@ -211,7 +212,7 @@ class SimCoordinator:
         for gang in list(self.journal.values()):
             copy = gang.snapshot()
             if self.crashes % 8 == 1:  # the text form, now and then: it costs more than all the rest
-                copy = Gang.from_record(json.loads(json.dumps(copy.to_record())))
+                copy = gang_of(json.loads(json.dumps(record_of(copy))))
             self._adopt(copy)
         for uid in list(self.journal):
             if not self.tell(uid, ev.CoordinatorRecovered()):
