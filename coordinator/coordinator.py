@@ -28,6 +28,7 @@ from coordinator.core.events import (
     SuspendRequested,
 )
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.fleet import Fleet, MachineFacts
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
@@ -95,7 +96,7 @@ class Coordinator:
         """Opens the journal, reads every run, and resumes what was under way."""
         await self._journal.open()
         for row in await self._journal.runs():
-            gang = Gang.from_record(row.record)
+            gang = gang_of(row.record)
             self._adopt(gang, row.job)
             self._drivers[gang.uid].post(CoordinatorRecovered())
 
@@ -165,7 +166,7 @@ class Coordinator:
             )
         now = self._now()
         gang = Gang(uid=new_run_uid(), plan=RunPlan.from_record(plan), created_at=now.wall)
-        row = RunRow(uid=gang.uid, name=gang.plan.name, job=job, record=gang.to_record(), created_at=now.wall)
+        row = RunRow(uid=gang.uid, name=gang.plan.name, job=job, record=record_of(gang), created_at=now.wall)
         accepted = await self._journal.create_run(row, request_id=request_id)
         if accepted.uid != gang.uid:
             return await self._earlier_request(accepted)
@@ -177,7 +178,7 @@ class Coordinator:
         driver = self._drivers.get(row.uid)
         if driver is not None:
             return self._resource(driver)
-        return view.run_resource(Gang.from_record(row.record), row.job, now=self._now().wall)
+        return view.run_resource(gang_of(row.record), row.job, now=self._now().wall)
 
     async def get_run(self, name: str) -> Run:
         """See `CoordinatorService.get_run`."""

@@ -52,6 +52,7 @@ from coordinator.core.events import (
     TimePassed,
 )
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import record_of
 from coordinator.core.pace import HEAR_FIRST_S, has_stalled
 from coordinator.fleet import Fleet, MemberGoneError, Shape, Waiting
 from coordinator.journal import Journal
@@ -227,7 +228,7 @@ class GangDriver:
             self._perform(effect)
 
     async def _persist(self, announcements: list[Announcement]) -> None:
-        record = self.core.gang.to_record()
+        record = record_of(self.core.gang)
         at = self._now().wall
         for delay_s in _delays():
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.core.effects import Announcement
+from coordinator.core.gang_record import record_of
 from coordinator.core.gang_state import Gang
 from coordinator.journal import RunRow, SqlJournal
 from mesh.errors import ConflictError, SpecError, StorageError
@@ -23,7 +24,7 @@ from mesh.reasons import Reason
 def _row(uid: str, name: str, created_at: float = 1.0) -> RunRow:
     gang = Gang(uid=RunUid(uid), plan=RunPlan(name=RunName(name), command=("true",)), created_at=created_at)
     return RunRow(
-        uid=gang.uid, name=name, job={"spec": {"x": "ü\n"}}, record=gang.to_record(), created_at=created_at
+        uid=gang.uid, name=name, job={"spec": {"x": "ü\n"}}, record=record_of(gang), created_at=created_at
     )
 
 

@@ -17,6 +17,7 @@ from coordinator.core import effects as do
 from coordinator.core import events as ev
 from coordinator.core.checkpoints import CommitCheckpoint
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from mesh import messages as msg
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, RunName, RunUid
@@ -166,8 +167,8 @@ class GangMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        record = json.loads(json.dumps(self.core.gang.to_record()))
-        self.core = self.new_core(Gang.from_record(record))
+        record = json.loads(json.dumps(record_of(self.core.gang)))
+        self.core = self.new_core(gang_of(record))
         self.tell(ev.CoordinatorRecovered())
 
     @rule(place=st.integers(0, 20))

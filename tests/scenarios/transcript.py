@@ -15,6 +15,7 @@ from coordinator.core import effects as do
 from coordinator.core import events as ev
 from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from mesh import messages as msg
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
@@ -41,8 +42,8 @@ class Player:
         """Performs one event line (without its `>`); returns the answer's lines."""
         word, *arguments = line.split()
         if word == "crash":
-            record = json.loads(json.dumps(self.core.gang.to_record()))
-            self.core = self._core(Gang.from_record(record))
+            record = json.loads(json.dumps(record_of(self.core.gang)))
+            self.core = self._core(gang_of(record))
             event: ev.GangEvent = ev.CoordinatorRecovered()
         elif word == "after":
             seconds = float(arguments[0])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from coordinator.core import effects as do
 from coordinator.core import events as ev
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Failure, Gang, RestartKind
 from mesh import messages as msg
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
@@ -148,8 +149,8 @@ class Player:
 
     def _deliver(self, event: ev.GangEvent) -> None:
         if self._crash():
-            record = json.loads(json.dumps(self.core.gang.to_record()))
-            self.core = _core(Gang.from_record(record))
+            record = json.loads(json.dumps(record_of(self.core.gang)))
+            self.core = _core(gang_of(record))
             self._tell(ev.CoordinatorRecovered())
             for rank in self._lost:  # what the store says to whoever comes back
                 self._tell(ev.LeaseGone(incarnation=self.incarnations[rank]))

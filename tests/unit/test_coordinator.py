@@ -14,6 +14,7 @@ from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
 from coordinator.core.events import BarrierOpened
 from coordinator.core.gang import GangCore
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.journal import SqlJournal
 from mesh.errors import ConflictError, NotFoundError, StorageError, TransportError
@@ -308,7 +309,7 @@ async def test_a_suspended_run_stays_when_the_deployment_is_stopped_and_goes_on_
 
 def test_a_record_is_read_back_as_it_was() -> None:
     gang = Gang(uid=RunUid("00000000000000aa"), plan=_plan("x"), created_at=1.5)
-    assert Gang.from_record(gang.to_record()) == gang
+    assert gang_of(record_of(gang)) == gang
 
 
 async def test_an_effect_that_fails_in_a_way_nobody_thought_of_is_tried_again(
