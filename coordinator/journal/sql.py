@@ -21,7 +21,7 @@ from mesh.errors import ConflictError, SpecError, StorageError
 from mesh.ids import RunUid
 from mesh.reasons import Reason
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
     "sqlite+aiosqlite": "sqlite+aiosqlite",
