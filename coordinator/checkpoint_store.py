@@ -7,7 +7,10 @@ Rules of this file:
    committed.
 3. Cleaning removes nothing that a manifest which stays, a part which stays, or a part that is young refers to; of files
    that no known part has, only what is older than an upload may take.
-4. Blocking work is done in threads; each call to the store has its limit (`mesh.blob_store`).
+4. Blocking work is done in threads of its own: a store that hangs costs nobody else the coordinator's. Each call to the
+   store has its limit (`mesh.blob_store`).
+5. A run's checkpoints are cleaned or committed, never both at once: what was verified as whole could be gone before it
+   is published. A commit waits for the cleaning before it, and then sees what is left.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from mesh.blob_store import BlobStore, ObjectFact
@@ -48,6 +53,9 @@ UPLOAD_LIMIT_S = 6 * 3600.0
 LIST_FROM = 64
 """From so many contents on, one list is cheaper than a question for each."""
 
+THREADS = 16
+
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -91,28 +99,40 @@ class CheckpointStore:
     ) -> None:
         self._blobs = blobs or BlobStore(url, options=options)
         self.url = self._blobs.url
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoints")
+        self._locks: dict[RunUid, threading.Lock] = {}
+        """Of each run that was committed or cleaned and is not deleted."""
 
     async def check(self) -> None:
         """Writes, reads and removes a small object. Raises CheckpointStoreError when that is not possible."""
-        await asyncio.to_thread(self.check_now)
+        await self._in_thread(self.check_now)
 
     async def commit(self, run: RunUid, wish: CommitCheckpoint) -> Written | Lacking:
         """Rules 1 and 2. Raises CheckpointStoreError when the store does not work; try again then."""
-        return await asyncio.to_thread(self._commit, run, wish)
+        return await self._in_thread(lambda: self._alone(run, lambda: self._commit(run, wish)))
 
     async def manifest(self, run: RunUid, number: int) -> Manifest:
         """A committed checkpoint. Raises CheckpointError when it is missing or damaged."""
-        return await asyncio.to_thread(self._manifest, run, number)
+        return await self._in_thread(lambda: self._manifest(run, number))
 
     async def clean(self, run: RunUid, staying: CleanCheckpointStore) -> Cleaned:
         """Rule 3. May be called again at any time."""
-        return await asyncio.to_thread(self._clean, run, staying, time.time())
+        return await self._in_thread(lambda: self._alone(run, lambda: self._clean(run, staying, time.time())))
 
     async def delete_run(self, run: RunUid) -> None:
         """Removes all of a run's checkpoints."""
-        await asyncio.to_thread(self._blobs.remove_below, run_key(run))
+        await self._in_thread(lambda: self._alone(run, lambda: self._blobs.remove_below(run_key(run))))
+        self._locks.pop(run, None)
 
     # ---- in threads --------------------------------------------------------------------------------
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _alone(self, run: RunUid, work: Callable[[], T]) -> T:
+        """Rule 5. A lock of threads: one whose caller was cancelled still works."""
+        with self._locks.setdefault(run, threading.Lock()):
+            return work()
 
     def check_now(self) -> None:
         """`check`, blocking."""

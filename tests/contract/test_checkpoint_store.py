@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,34 @@ async def test_a_store_is_tried_before_it_is_used(
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointStoreError, match="could not create"):
         await CheckpointStore(str(tmp_path / "file")).check()
+
+
+async def test_a_commit_during_the_cleaning_publishes_nothing_that_is_being_removed(
+    store: CheckpointStore, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part comes after the cleaning has looked, and has a content in common with what is removed."""
+    monkeypatch.setattr(checkpoint_store, "PART_GRACE_S", -1.0)
+    old = stored(blobs, status="same")
+    await store.commit(RUN, wish(1, old))
+    kept = stored(blobs, status="other")
+    await store.commit(RUN, wish(2, kept))
+    has_committed = threading.Event()
+    loop, remove = asyncio.get_running_loop(), blobs.remove
+    commits: list[Future[Written | Lacking]] = []
+
+    async def commit(part: str) -> Written | Lacking:
+        done = await store.commit(RUN, wish(3, part))
+        has_committed.set()
+        return done
+
+    def remove_late(keys: list[str]) -> None:
+        if not commits:
+            part = stored(blobs, status="same", more="new")
+            commits.append(asyncio.run_coroutine_threadsafe(commit(part), loop))
+            has_committed.wait(0.5)  # as long as nothing keeps it back
+        remove(keys)
+
+    monkeypatch.setattr(blobs, "remove", remove_late)
+    await store.clean(RUN, CleanCheckpointStore(numbers=(2,), parts=()))
+    done = await asyncio.wrap_future(commits[0])
+    assert isinstance(done, Lacking), "it was published, and a file of it is gone"
