@@ -11,12 +11,12 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agents.core import checkpoint_events as ce
@@ -62,7 +62,9 @@ class World:
             return
         elif kind == "begin":
             self.is_written[name] = content
-            self.write(path, content[:10])
+            self.write(
+                path, content[:10].ljust(len(content), b"\0")
+            )  # of full length already, as some writers do
         elif kind == "end" and name in self.is_written:
             self.write(path, self.is_written.pop(name))
             self.whole.setdefault(name, set()).add(path.read_bytes())
@@ -122,7 +124,7 @@ class World:
     def take(self, wanted: ce.TakePart) -> ce.CheckpointingEvent:
         taker = PartTaker(
             state_dir=self.state, work_dir=self.state.with_name("work"), store=self.store, run=RUN,
-            hashes=Hashes(), stop=threading.Event(), tell=lambda message: None,
+            hashes=Meddling(self.meddling), stop=threading.Event(), tell=lambda message: None,
         )  # fmt: skip
         self.meddling()
         try:
@@ -140,6 +142,20 @@ class World:
                 if file.kind is FileKind.FILE:
                     content = self.store.get_bytes(blob_key(RUN, file.sha256), bytes_max=1000)
                     assert content in self.whole[file.path], f"{file.path} is torn: {content!r}"
+
+
+class Meddling(Hashes):
+    """Something happens before a file is read for its hash."""
+
+    def __init__(self, meddle: Callable[[], None]) -> None:
+        super().__init__()
+        self._meddle = meddle
+        self._one = threading.Lock()
+
+    def of(self, entry: ce.Entry) -> str | None:
+        with self._one:
+            self._meddle()
+        return super().of(entry)
 
 
 class Meddled(BlobStore):
@@ -174,6 +190,16 @@ ACTIONS = st.tuples(
     story=st.lists(ACTIONS, max_size=20),
     meddle=st.lists(ACTIONS, max_size=6),
     death_before_end_s=st.sampled_from([0.0, 0.4, 3.0, 10.0, 60.0]),
+)
+@example(
+    story=[("rename", "model.pt"), ("wait", "model.pt")],
+    meddle=[("pause", "model.pt"), ("begin", "model.pt")],  # written in place while it is read for its hash
+    death_before_end_s=0.0,
+)
+@example(
+    story=[("begin", "ckpt-1.pt"), ("wait", "ckpt-1.pt")],  # killed in the middle; its launcher notices late
+    meddle=[],
+    death_before_end_s=10.0,
 )
 @settings(max_examples=60, deadline=None)
 def test_no_part_holds_a_torn_file(

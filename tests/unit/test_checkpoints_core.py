@@ -158,6 +158,8 @@ def test_the_same_content_is_not_committed_again_and_a_smaller_step_never() -> N
     commit(core)
     assert tell(core, 0, part(2, 100, digest="a")) == []
     assert tell(core, 0, part(3, 50, digest="b")) == []
+    core.begin_epoch(E2)
+    assert tell(core, 0, part(1, 50, digest="b"), epoch=E2) == [], "also when it is all that this epoch has"
 
 
 def test_parts_that_differ_in_logs_only_are_no_other_checkpoint() -> None:
