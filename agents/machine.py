@@ -1,4 +1,4 @@
-"""Facts of this machine: the interface that has an address, a free port, versions.
+"""Facts of this machine: the interface that has an address, a free port.
 
 Rules of this file:
 1. No host names and no DNS: addresses come from sockets and interfaces (a host name may resolve to loopback,
@@ -12,9 +12,7 @@ Rules of this file:
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import ipaddress
-import platform
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -29,8 +27,6 @@ MASTER_PORT_FIRST = 29500
 """torch's own default, and the port that the first document names."""
 MASTER_PORT_LAST = 29599
 """Other choices lie below the kernel's ephemeral range (32768 on), so no connection takes them by chance."""
-VERSIONED_PACKAGES = ("torch",)
-"""What must agree between the ranks of a gang and can be told without importing it."""
 
 
 def interface_for(address: str) -> str | None:
@@ -60,17 +56,6 @@ def from_here(endpoint: Endpoint, address: str) -> Endpoint:
     except ValueError:  # a name
         is_simulated = False
     return replace(endpoint, source=address) if is_simulated else endpoint
-
-
-def versions() -> dict[str, str]:
-    """Python's and the packages' versions, told from their metadata."""
-    found = {"python": platform.python_version()}
-    for package in VERSIONED_PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from agents.preparation import Folders, Preparation, prepare
 from mesh.contract import clean_base_environment, rank_environment
 from mesh.errors import ConflictError, MeshError, TransportError
 from mesh.ids import Incarnation
-from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder, MemberReport, MemberStatus, ProcessExit
+from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder, MemberReport, ProcessExit
 from mesh.reasons import Reason
 
 INBOX_MAX = 256
@@ -111,9 +111,9 @@ class Member:
 
     async def join(self, order: JoinOrder) -> None:
         """Returns when the order is taken. Raises ConflictError when this member has another part already."""
-        status = self._core.status()
-        if status is not None and status.incarnation != order.incarnation:
-            raise ConflictError(f"This member is {status.incarnation}, not {order.incarnation}.")
+        me = self._core.state.incarnation
+        if me is not None and me != order.incarnation:
+            raise ConflictError(f"This member is {me}, not {order.incarnation}.")
         address = self._config.address
         order = replace(
             order, store=machine.from_here(order.store, address), logs=machine.from_here(order.logs, address)
@@ -129,20 +129,13 @@ class Member:
         if self._checkpoints is not None:
             self._checkpoints.about_part(order)
 
-    async def status(self) -> MemberStatus | None:
-        """How the member is; None while no order has come."""
-        status = self._core.status()
-        if status is None or self._checkpoints is None:
-            return status
-        return replace(status, facts={**status.facts, **self._checkpoints.facts})
-
     async def leave(self) -> None:
         """Ends everything that is left, at once; returns when it is done."""
-        status = self._core.status()
-        if status is None:
+        me = self._core.state.incarnation
+        if me is None:
             self.finished.set()
             return
-        await self._inbox.put(ev.LeaveOrdered(incarnation=status.incarnation))
+        await self._inbox.put(ev.LeaveOrdered(incarnation=me))
         await self.finished.wait()
 
     async def close(self) -> None:
@@ -151,9 +144,9 @@ class Member:
         if driver is not None:
             driver.cancel()
             await asyncio.gather(driver, return_exceptions=True)
-        status = self._core.status()
-        if status is not None and self._core.state.launched and not self._core.state.tree_empty:
-            await self._kill_tree(status.incarnation)
+        me = self._core.state.incarnation
+        if me is not None and self._core.state.launched and not self._core.state.tree_empty:
+            await self._kill_tree(me)
         if self._ending:
             await asyncio.wait(self._ending, timeout=CLOSE_LIMIT_S)
         for task in list(self._tasks):
@@ -180,8 +173,8 @@ class Member:
             # A member that cannot decide any more must not leave a command running behind it. Its lease is not
             # given back: the store sees the keeper's connection close, and the coordinator learns of it.
             _log.exception("The member's driver failed; everything of it is killed.")
-            if (status := self._core.status()) is not None:
-                await self._kill_tree(status.incarnation)
+            if (me := self._core.state.incarnation) is not None:
+                await self._kill_tree(me)
             if self._keeper is not None:
                 await self._keeper.close()
             self.finished.set()
@@ -194,9 +187,9 @@ class Member:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 return await self._inbox.get()
         except TimeoutError:
-            status = self._core.status()
-            assert status is not None, "only a member with an order has deadlines"
-            return ev.DeadlinePassed(incarnation=status.incarnation)
+            me = self._core.state.incarnation
+            assert me is not None, "only a member with an order has deadlines"
+            return ev.DeadlinePassed(incarnation=me)
 
     def _spawn(
         self,

@@ -141,12 +141,6 @@ class MemberCheckpoints:
         else:
             self._checkpointer.question(order.question, order.digest)
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """For whoever asks how the member is."""
-        lag_s = None if self._checkpointer is None else self._checkpointer.lag_s
-        return {} if lag_s is None else {"checkpoint": f"on its way to the store for {lag_s:.1f} s"}
-
     # ---- the end -----------------------------------------------------------------------------------
 
     async def hand_over(self, *, was_killed: bool) -> None:

@@ -24,7 +24,6 @@ from mesh.messages import (
     FenceOrder,
     JoinOrder,
     MemberReport,
-    MemberStatus,
 )
 
 CONCURRENT_CALLS_MAX = 32
@@ -63,9 +62,6 @@ class MemberNodeActor:
 
     async def about_part(self, order: CheckpointOrder) -> None:
         await self._member.about_part(order)
-
-    async def status(self) -> MemberStatus | None:
-        return await self._member.status()
 
     async def leave(self) -> None:
         self._start()

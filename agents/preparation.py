@@ -96,11 +96,7 @@ def prepare(incarnation: Incarnation, *, machine_dir: Path, address: str) -> Pre
             f"Rank {incarnation.rank} was given up on this machine.", reason=Reason.PREPARATION_FAILED
         )
     port = machine.reserve_port() if incarnation.rank == 0 else None
-    arrival = Arrival(
-        address=address,
-        master_port=0 if port is None else port.port,
-        versions=tuple(machine.versions().items()),
-    )
+    arrival = Arrival(address=address, master_port=0 if port is None else port.port)
     return Preparation(folders=folders, arrival=arrival, port=port)
 
 

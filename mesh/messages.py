@@ -10,7 +10,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mesh.checkpoint_format import RestoreReference
@@ -230,14 +229,3 @@ class CheckpointTroubled(MemberReport):
     """Something keeps this rank's checkpoints back; the run goes on."""
 
     message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberStatus:
-    """A member's answer when it is asked how it is (adoption after a coordinator's crash)."""
-
-    incarnation: Incarnation
-    phase: str
-    """`agents.core.member.Phase`, as text."""
-    unacknowledged: int
-    facts: Mapping[str, str]

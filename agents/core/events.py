@@ -24,25 +24,14 @@ class Arrival:
     address: str
     master_port: int = 0
     """The rendezvous port that rank 0 has reserved; 0 from every other rank."""
-    versions: tuple[tuple[str, str], ...] = ()
-    """Names and versions of what must agree between ranks (torch, python …)."""
 
     def to_payload(self) -> dict[str, Any]:
         """Plain data for the store; `from_payload` is the inverse."""
-        return {
-            "address": self.address,
-            "master_port": self.master_port,
-            "versions": dict(self.versions),
-        }
+        return {"address": self.address, "master_port": self.master_port}
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> Arrival:
-        versions: Mapping[str, str] = payload.get("versions") or {}
-        return cls(
-            address=str(payload["address"]),
-            master_port=int(payload.get("master_port", 0)),
-            versions=tuple((str(name), str(version)) for name, version in versions.items()),
-        )
+        return cls(address=str(payload["address"]), master_port=int(payload.get("master_port", 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +168,6 @@ class ReportUndelivered(MemberEvent):
     """The coordinator could not be reached, or could not take the report now."""
 
     report_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorGone(MemberEvent):
-    """The deployment has ended for good: nobody will ever fence this member or want its reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,6 @@ from mesh.messages import (
     MemberReport,
     MemberStarted,
     MemberStartFailed,
-    MemberStatus,
 )
 from mesh.reasons import Reason
 
@@ -86,21 +85,6 @@ class Member:
         state = self.state
         times = [t for t in (state.report_due, state.kill_at, state.logs_until) if t is not None]
         return min(times, default=None)
-
-    def status(self) -> MemberStatus | None:
-        """How the member is; None while no order has come."""
-        state = self.state
-        if state.incarnation is None:
-            return None
-        facts = {"address": self.address, "lease": "held" if state.lease_held else "none"}
-        if state.exit is not None:
-            facts["exit"] = str(state.exit.shell_code)
-        return MemberStatus(
-            incarnation=state.incarnation,
-            phase=str(state.phase),
-            unacknowledged=len(state.reports),
-            facts=facts,
-        )
 
     def snapshot(self) -> MemberState:
         """A copy of the state: equal before and after an event that changed nothing."""
@@ -161,11 +145,6 @@ class Member:
             self._leave()
         else:
             self._fence(now, grace_s=0.0)
-
-    def _on_coordinator_gone(self, event: ev.CoordinatorGone, now: float) -> None:
-        self._forget_reports()
-        self._on_leave_ordered(ev.LeaveOrdered(incarnation=event.incarnation), now)
-        self._forget_reports()
 
     def _on_lease_granted(self, event: ev.LeaseGranted, now: float) -> None:
         if self.state.phase is not Phase.LEASING:
@@ -494,6 +473,5 @@ _HANDLERS: Mapping[type[ev.MemberEvent], Callable[..., None]] = {
     ev.LogsHandedOver: Member._on_logs_handed_over,
     ev.ReportAcknowledged: Member._on_report_acknowledged,
     ev.ReportUndelivered: Member._on_report_undelivered,
-    ev.CoordinatorGone: Member._on_coordinator_gone,
     ev.DeadlinePassed: Member._on_deadline_passed,
 }

@@ -111,12 +111,10 @@ async def play(folder: Path, coordinator: Any, case: str) -> dict[str, Any]:
         if case == "exit":
             await stage.start("sh", "-c", "env; exit 3")
             exited = await stage.wait_for("MemberExited")
-            status = await stage.member.status.remote()
             fenced = await stage.fence_and_leave()
             logged = b"".join(p.read_bytes() for p in sorted((folder / "logs").rglob("*.seg")))
             return {
                 "exited": exited,
-                "phase": status.phase,
                 "fenced": fenced,
                 "logged": logged.decode(errors="replace"),
             }

@@ -67,8 +67,3 @@ def test_when_all_are_taken_it_says_so(port: int) -> None:
         machine.reserve_port(wanted=port, last=port)
     assert caught.value.reason is Reason.PORT_TAKEN
     reservation.release()
-
-
-def test_versions_name_python_and_torch_without_importing_it() -> None:
-    found = machine.versions()
-    assert found["python"].startswith("3.")

@@ -141,11 +141,10 @@ EVENTS: tuple[ev.MemberEvent, ...] = (
     HANDED,
     ev.ReportAcknowledged(incarnation=ME, report_id=999),
     ev.ReportUndelivered(incarnation=ME, report_id=999),
-    ev.CoordinatorGone(incarnation=ME),
     ev.DeadlinePassed(incarnation=ME),
 )
 
-LIVE_ORDERS = {ev.FenceOrdered, ev.LeaveOrdered, ev.CoordinatorGone}
+LIVE_ORDERS = {ev.FenceOrdered, ev.LeaveOrdered}
 EXPECTED: dict[Phase, set[type[ev.MemberEvent]]] = {
     Phase.IDLE: {ev.JoinOrdered, ev.FenceOrdered, ev.LeaveOrdered},
     Phase.LEASING: {ev.LeaseGranted, ev.LeaseRefused, *LIVE_ORDERS},
@@ -161,9 +160,8 @@ EXPECTED: dict[Phase, set[type[ev.MemberEvent]]] = {
         ev.KillFailed,
         ev.LeaseLost,
         ev.LeaveOrdered,
-        ev.CoordinatorGone,
     },
-    Phase.FENCED: {ev.LeaveOrdered, ev.CoordinatorGone},
+    Phase.FENCED: {ev.LeaveOrdered},
     Phase.GONE: set(),
 }
 """What moves a member on from each phase; everything else changes nothing."""
@@ -497,12 +495,9 @@ def test_a_coordinator_that_forgot_the_answer_gets_it_again() -> None:
     assert [type(r) for r in story.acknowledge_all()] == [MemberFenced]
 
 
-@pytest.mark.parametrize("last_order", [LEAVE, ev.CoordinatorGone(incarnation=ME)])
-def test_whoever_is_sent_away_while_running_kills_first_and_is_gone_after_the_proof(
-    last_order: ev.MemberEvent,
-) -> None:
+def test_whoever_is_sent_away_while_running_kills_first_and_is_gone_after_the_proof() -> None:
     story = at(Phase.RUNNING)
-    effects = story.tell(last_order)
+    effects = story.tell(LEAVE)
     (stop,) = [e for e in effects if isinstance(e, do.StopCommand)]
     assert stop.grace_s == 0.0
     story.tell(ev.CommandExited(incarnation=ME, exit=ProcessExit(signal=9)))
@@ -510,16 +505,6 @@ def test_whoever_is_sent_away_while_running_kills_first_and_is_gone_after_the_pr
     effects = story.tell(HANDED)
     assert story.phase is Phase.GONE
     assert story.kinds(effects)[-2:] == [do.ReleaseLease, do.Finish]
-
-
-def test_status_says_where_the_member_is() -> None:
-    assert Story().member.status() is None
-    young = at(Phase.LEASING).member.status()
-    assert young is not None
-    assert (young.phase, young.facts["lease"]) == ("Leasing", "none")
-    status = at(Phase.EXITED).member.status()
-    assert status is not None
-    assert (status.phase, status.facts["exit"], status.facts["lease"]) == ("Exited", "3", "held")
 
 
 def test_the_same_events_lead_to_the_same_effects() -> None:
@@ -530,7 +515,7 @@ def test_the_same_events_lead_to_the_same_effects() -> None:
 
 
 def test_an_arrival_survives_the_store() -> None:
-    arrival = ev.Arrival(address="127.0.0.2", master_port=29500, versions=(("torch", "2.13.0"),))
+    arrival = ev.Arrival(address="127.0.0.2", master_port=29500)
     assert ev.Arrival.from_payload(arrival.to_payload()) == arrival
 
 
