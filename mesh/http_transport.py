@@ -182,6 +182,8 @@ class HttpTransport:
                 ) as response,
             ):
                 return self._answer(response.status, await response.read())
+        except aiohttp.ConnectionTimeoutError as error:  # nothing was asked yet
+            raise self._describe(error) from error
         except TimeoutError as error:
             raise MeshTimeoutError(
                 f"{method} {path} was not answered by {self.url} within {limit_s:g} s.",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,6 +18,7 @@ from aiohttp import web
 
 import mesh
 from coordinator.api.app import make_app
+from mesh import http_transport
 from mesh.deployment import read_record, write_record
 from mesh.errors import (
     AuthenticationError,
@@ -166,6 +169,21 @@ async def test_a_server_that_is_out_of_reach_is_waited_for_a_bounded_time(server
         await server.stop()
         with pytest.raises(TransportError, match="cannot be reached"):
             await client._http.call("GET", "/v1/runs", repeat_s=0.2)
+
+
+async def test_a_host_that_takes_no_connection_has_been_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine is cut off, say. Seen in the lab, where it was called a request that may have taken effect."""
+    monkeypatch.setattr(http_transport, "CONNECT_LIMIT_S", 0.2)
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # the queue of a server that accepts nobody; then the kernel drops who knocks
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        async with mesh.connect(url=url, token="t") as client:
+            with pytest.raises(TransportError, match="cannot be reached"):
+                await client.version()
 
 
 async def test_a_repeated_submit_is_one_run(client: mesh.MeshClient, server: Server) -> None:

@@ -167,7 +167,7 @@ class Lab(RealMesh):
 
     def restore(self, *, joined: int) -> None:
         """Mends every host, ends what a test left running, and lets the first `joined` hosts be machines again."""
-        for host in self.hosts:
+        for host in (self.head_host, *self.hosts):
             host.mend()
         gone = [host for host in self.hosts if not host.is_up]
         stale = [name for host in gone if (name := self.machine_on(host))]
