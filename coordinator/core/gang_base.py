@@ -15,7 +15,6 @@ from coordinator.core.effects import Announcement, CloseBarrier, FenceMember, Ga
 from coordinator.core.events import Now
 from coordinator.core.gang_state import (
     Gang,
-    MemberPhase,
     MemberRecord,
     Outcome,
     OutcomeKind,
@@ -189,6 +188,3 @@ class GangBase:
             if m.settlement is None
         )
         return effects
-
-    def _arrived_members(self) -> list[MemberRecord]:
-        return [m for m in self.gang.members.values() if m.phase.has_reached(MemberPhase.ARRIVED)]

@@ -15,19 +15,6 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A machine shape that can be had."""
-
-    kind: str
-    labels: Mapping[str, str]
-    gpu_type: str | None = None
-    gpu_count: int = 0
-    usd_per_hour: float = 0.0
-    available: int = 0
-    """How many more can be had now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProvidedMachine:
     """A machine that was acquired and has joined."""
 
@@ -45,11 +32,7 @@ class MachineGone:
 
 
 class Provider(Protocol):
-    """A set of machines or offers."""
-
-    async def offers(self) -> list[Offer]:
-        """What can be had now."""
-        ...
+    """A set of machines."""
 
     async def acquire(self, name: str) -> ProvidedMachine:
         """Gets a machine and returns when it has joined.

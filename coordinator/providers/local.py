@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from coordinator.deployment import MACHINES_MAX, GpuShape, Inventory, StateFolder, machine_name
-from coordinator.providers.base import MachineGone, Offer, ProvidedMachine
+from coordinator.providers.base import MachineGone, ProvidedMachine
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
 from coordinator.ray_processes import RayProcesses
 from coordinator.warm_workers import WORKERS_READY
@@ -53,17 +53,6 @@ class LocalProvider:
     @property
     def machines(self) -> dict[str, ProvidedMachine]:
         return dict(self._machines)
-
-    async def offers(self) -> list[Offer]:
-        return [
-            Offer(
-                kind="local",
-                labels=_labels(),
-                gpu_type=self._gpu.type if self._gpu else None,
-                gpu_count=self._gpu.count if self._gpu else 0,
-                available=MACHINES_MAX - len(self._machines),
-            )
-        ]
 
     async def begin(self, count: int) -> None:
         """Brings up the machines of before, the first `count` of them, and new ones where there were fewer."""
