@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from mesh.states import RunState
+
 
 class Incident(StrEnum):
     """Something that happens to a machine, a process, the store, or the coordinator at one moment."""
@@ -69,24 +71,29 @@ class Faults:
     """Exact crashes: number of the journal write -> whether the write itself still became durable."""
     crash_effects: frozenset[int] = frozenset()
     """Exact crashes: numbers of the effects before which the coordinator dies."""
+    latency_s: float = 0.005
+    """Mean of one message from or to a machine."""
+    thaws_without_network: float = 0.25
+    """A machine that stood still comes back cut off."""
     clock_drift: float = 1e-4
     """How far a monotonic clock may run fast or slow, as a share."""
     incidents: dict[Incident, int] = field(default_factory=lambda: dict(USUAL))
     """Weights."""
     incidents_max: int = 4
+    incidents_in: tuple[RunState, ...] = ()
+    """When a gang first enters one of these; empty: at any time, and in any state."""
     every_heartbeat: bool = False
     """Simulate the heartbeats of healthy times too (see `tests.sim.keeper`)."""
 
 
-_NONE: dict[str, Any] = {
-    f.name: 0.0 for f in fields(Faults) if f.type == "float" and f.name != "peer_dies_of_it"
-}
+_PHYSICS = ("peer_dies_of_it", "latency_s", "thaws_without_network")
+_NONE: dict[str, Any] = {f.name: 0.0 for f in fields(Faults) if f.type == "float" and f.name not in _PHYSICS}
 NO_FAULTS = replace(Faults(), **_NONE, incidents={}, incidents_max=0)
 
 
-def mostly(incidents: dict[Incident, int], *, at_most: int = 5, **other: float) -> Faults:
+def mostly(incidents: dict[Incident, int], *, at_most: int = 5, **other: Any) -> Faults:
     """The usual small faults, and of the incidents these."""
-    return replace(Faults(), incidents=incidents, incidents_max=at_most, **other)  # type: ignore[arg-type]
+    return replace(Faults(), incidents=incidents, incidents_max=at_most, **other)
 
 
 def only(*incidents: Incident, at_most: int = 3) -> Faults:

@@ -58,7 +58,9 @@ class Incidents:
             return
         kinds, weights = list(faults.incidents), list(faults.incidents.values())
         for kind in random.choices(kinds, weights, k=random.randint(0, faults.incidents_max)):
-            if random.random() < 0.4:
+            if faults.incidents_in:
+                self._planned.append(_Planned(kind, random.choice(faults.incidents_in), 0))
+            elif random.random() < 0.4:
                 latest_s = random.choice([3.0, 15.0, 60.0])
                 world.after(random.uniform(0.0, latest_s), self.happen, kind)
             else:
@@ -75,7 +77,7 @@ class Incidents:
                     planned.visits -= 1
                     continue
                 self._planned.remove(planned)
-                delay_s = self.world.random.choice([0.0, self.world.random.expovariate(1.0)])
+                delay_s = self.world.random.choice([0.0, self.world.random.expovariate(0.7)])
                 self.world.after(delay_s, self.happen, planned.kind, gang.uid)
 
     # ---- one of them ------------------------------------------------------------------------------
@@ -153,10 +155,12 @@ class Incidents:
                 if not machine.is_frozen:
                     machine.freeze()
                     world.at(until, machine.thaw)
-                    if random.random() < 0.25:  # it comes back without its network
-                        lost_s = self._until(for_s + random.uniform(1.0, 10.0)) - world.now
-                        self._cut(random.choice(list(_CUTS)), machine, lost_s)
-                        world.trouble_machine(machine, lost_s)
+                    if (
+                        random.random() < self.world.faults.thaws_without_network
+                    ):  # it comes back without its network
+                        cut_s = self._until(for_s + random.uniform(1.0, 10.0)) - until
+                        world.at(until, self._cut, random.choice(list(_CUTS)), machine, cut_s)
+                        world.trouble_machine(machine, for_s + cut_s)
                     self._may_be_given_up(machine, for_s)
             case Incident.CUT_FROM_STORE | Incident.CUT_FROM_HEAD | Incident.CUT_OFF:
                 self._cut(kind, machine, for_s)

@@ -119,18 +119,29 @@ class SimKeeper:
     # ---- time -------------------------------------------------------------------------------------
 
     def rouse(self) -> None:
-        """Ends the doze: the last heartbeat was at most a heartbeat ago, and was answered."""
+        """Ends the doze: its last request was sent at most a heartbeat ago, and may still be under way."""
         if not self.is_dozing:
             return
         self.is_dozing = False
+        up_s, down_s = self.machine.latency(), self.machine.latency()
         ago_s = self.world.random.uniform(0.0, HEARTBEAT_S - 0.01)
         state = self.lease.state
-        state.held_from = state.confirmed_at = self._now() - ago_s
-        state.sent_at = None
-        state.request_at = state.held_from + TERMS.heartbeat_s
-        state.wake_at = state.request_at
+        if ago_s >= up_s + down_s:
+            state.held_from = state.confirmed_at = self._now() - ago_s
+            state.sent_at = None
+            state.request_at = state.held_from + TERMS.heartbeat_s
+        else:
+            state.held_from = state.confirmed_at = self._now() - ago_s - TERMS.heartbeat_s
+            state.sent_at = self._now() - ago_s
+            state.request_at = None
+            if ago_s < up_s:  # the one before it was received
+                ago_s += TERMS.heartbeat_s
+                self._request(le.Request(op="renew", request_id=state.request_id))
+            elif self._wire is not None:
+                self._wire.down(ms.Done(state.request_id))
+        state.wake_at = self.lease.next_deadline() or self._now()
         me = self.incarnation
-        self.world.store.renewed(me.run_uid, me.epoch, me.rank, me.token, max(0.0, ago_s - 0.005))
+        self.world.store.renewed(me.run_uid, me.epoch, me.rank, me.token, max(0.0, ago_s - up_s))
         self._set_alarm()
 
     def _set_alarm(self) -> None:

@@ -139,7 +139,7 @@ class Machine:
     def latency(self) -> float:
         """Of one message from or to it."""
         world = self.world
-        delay_s = world.random.expovariate(200.0)
+        delay_s = world.random.expovariate(1.0) * world.faults.latency_s
         if self.is_the_stores:
             return delay_s * 0.1
         if self.slow_until > world.now:

@@ -22,6 +22,7 @@ from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind, Restarts, Settlement
 from coordinator.core.store_trust import EpochKey, StoreTrust
 from mesh.ids import Incarnation, RunUid
+from mesh.states import RunState
 from mesh.store import barrier, leases
 from mesh.store import messages as ms
 from mesh.store.books import Books, Output
@@ -211,7 +212,9 @@ MUTANTS = (
             (barrier, "_all_leases_are_valid", lambda *_: True),
             (leases, "end", _end_but_let_it_arrive),
         ),
-        faults=mostly({Incident.CUT_FROM_STORE: 1, Incident.MACHINE_FROZEN: 1}, slow_preparation=0.5),
+        faults=mostly(
+            {Incident.CUT_FROM_STORE: 1, Incident.MACHINE_FROZEN: 1}, incidents_in=(RunState.ASSEMBLING,)
+        ),
     ),
     Mutant(
         name="stall of the store not forgiven",
@@ -229,7 +232,7 @@ MUTANTS = (
         name="lease counted from receipt",
         caught_by="^1: ",
         parts=Parts(lease=CountsFromReceipt),
-        faults=mostly({Incident.MACHINE_FROZEN: 4, Incident.SLOW_NETWORK: 2, Incident.CUT_FROM_STORE: 1}),
+        faults=mostly({Incident.MACHINE_FROZEN: 1}, latency_s=0.2, thaws_without_network=1.0),
     ),
     Mutant(name="self-fence missing", caught_by="^1: ", parts=Parts(lease=NeverFencesItself)),
     Mutant(name="clocks drift beyond the guard", caught_by="^1: ", faults=Faults(clock_drift=0.3)),
@@ -243,7 +246,7 @@ MUTANTS = (
         name="unclean machine given away",
         caught_by="^6: a machine is given away on which something still runs",
         parts=Parts(gang_core=AllIsClean),
-        faults=replace(_FROZEN, stuck_in_the_kernel=0.3),
+        faults=replace(_FROZEN, stuck_in_the_kernel=0.9),
     ),
     Mutant(
         name="cancel turned into a restart",
@@ -265,7 +268,9 @@ MUTANTS = (
         name="revoke skipped",
         caught_by="^[12]: ",
         parts=Parts(line=SkipsRevoke),
-        faults=mostly({Incident.RECLAIM: 1, Incident.CUT_FROM_HEAD: 1}, at_most=6),
+        faults=mostly(
+            {Incident.RECLAIM: 1, Incident.CUT_FROM_HEAD: 1}, at_most=6, incidents_in=(RunState.ASSEMBLING,)
+        ),
     ),
     Mutant(
         name="every store trusted",
@@ -273,13 +278,14 @@ MUTANTS = (
         parts=Parts(trust=TrustsEveryStore),
         faults=mostly(
             {
-                Incident.STORE_RESTARTED: 3,
-                Incident.STORE_LINE_CUT: 3,
-                Incident.COORDINATOR_CRASHED: 2,
+                Incident.STORE_RESTARTED: 2,
+                Incident.COORDINATOR_CRASHED: 1,
+                Incident.STORE_LINE_CUT: 2,
                 Incident.CUT_FROM_HEAD: 3,
-                Incident.CANCEL: 2,
+                Incident.CANCEL: 1,
             },
-            at_most=8,
+            at_most=10,
+            incidents_in=(RunState.ASSEMBLING,),
         ),
     ),
     Mutant(
