@@ -323,14 +323,14 @@ class Head:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
-                machines = await service.list_machines()
+                for machine in await service.list_machines():
+                    if machine["state"] == "Lost" and machine["name"] in provider.machines:
+                        _log.warning(
+                            "The machine %s does not answer: Ray holds it for dead.", machine["name"]
+                        )
+                        await provider.node_lost(machine["name"], "it does not answer")
             except MeshError as error:
                 _log.info("the machines cannot be looked at now: %s", error)
-                continue
-            for machine in machines:
-                if machine["state"] == "Lost" and machine["name"] in provider.machines:
-                    _log.warning("The machine %s does not answer: Ray holds it for dead.", machine["name"])
-                    await provider.node_lost(machine["name"], "it does not answer")
 
     async def _keep_house(self) -> None:
         while True:

@@ -57,6 +57,8 @@ class MachineKeeper:
                 await self._fill()
             except MeshError as error:
                 _log.warning("no machine in place of %s yet, again in %g s: %s", gone.name, pause_s, error)
+            except Exception:  # noqa: BLE001 - the guard: one machine's fault must not end the watch over all
+                _log.exception("no machine in place of %s yet, again in %g s", gone.name, pause_s)
             else:
                 return
             await asyncio.sleep(pause_s)

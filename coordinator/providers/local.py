@@ -158,10 +158,12 @@ class LocalProvider:
         """The raylet of this name ended by itself, or Ray holds it for dead. May be told again."""
         if self._machines.pop(name, None) is None:
             return
-        await self._forget(_index(name, self._inventory.indexes))
-        if self._losses.full():
-            self._losses.get_nowait()
-        self._losses.put_nowait(MachineGone(name=name, message=message))
+        try:
+            await self._forget(_index(name, self._inventory.indexes))
+        finally:  # a note that cannot be written now holds up no replacement
+            if self._losses.full():
+                self._losses.get_nowait()
+            self._losses.put_nowait(MachineGone(name=name, message=message))
 
     async def _forget(self, index: int) -> None:
         await self._note(self._inventory.without(index))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.deployment import StateFolder
+from coordinator.deployment import Inventory, StateFolder
 from coordinator.machine_keeper import MachineKeeper
 from coordinator.providers.local import LocalProvider
-from mesh.errors import DeploymentError, PlacementError
+from mesh.errors import DeploymentError, PlacementError, StorageError
 
 LIMIT_S = 10.0
 
@@ -152,3 +152,39 @@ async def test_a_start_is_cut_off_when_the_deployment_stops(tmp_path: Path) -> N
     assert not one.raylets.running
     with pytest.raises(PlacementError):
         await one.provider.acquire("local-9")
+
+
+async def test_a_loss_that_cannot_be_noted_is_made_up_for_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for a moment."""
+    async with laptop(tmp_path, machines=2) as one:
+        write = StateFolder.write_inventory
+        tries = [StorageError("the disk is full")]
+
+        def fail_once(self: StateFolder, inventory: Inventory) -> None:
+            if tries:
+                raise tries.pop()
+            write(self, inventory)
+
+        monkeypatch.setattr(StateFolder, "write_inventory", fail_once)
+        with pytest.raises(StorageError):
+            await one.lose("local-1")
+        await one.until("local-2", "local-3")
+
+
+async def test_a_fault_nobody_thought_of_ends_no_watch_over_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with laptop(tmp_path, machines=2) as one:
+        release = one.provider.release
+        tries = [RuntimeError("a bug")]
+
+        async def fail_once(name: str) -> None:
+            if tries:
+                raise tries.pop()
+            await release(name)
+
+        monkeypatch.setattr(one.provider, "release", fail_once)
+        await one.lose("local-1")
+        await one.until("local-2", "local-3")
