@@ -152,6 +152,7 @@ def _same(one: object, other: object) -> bool:
 
 
 @given(data=st.binary(max_size=300))
+@settings(deadline=None)
 def test_bytes_that_are_no_manifest_are_refused_by_name(data: bytes) -> None:
     for kind in (Manifest, Part):
         with pytest.raises(CheckpointError):
@@ -176,6 +177,7 @@ JSON = st.recursive(
 
 
 @given(data=JSON)
+@settings(deadline=None)
 def test_json_that_is_no_manifest_is_refused_by_name(data: object) -> None:
     if isinstance(data, dict):
         data["format"] = 1
@@ -198,6 +200,7 @@ RECORDS = st.builds(
     files=st.lists(RECORDS, unique_by=lambda f: f.path, max_size=5),
     steps=st.sets(st.integers(0, 10**9), max_size=4),
 )
+@settings(deadline=None)
 def test_parts_and_manifests_survive_their_json(files: list[FileRecord], steps: set[int]) -> None:
     part = Part(steps=tuple(sorted(steps)), files=tuple(files))
     assert Part.decode(part.encode()) == part

@@ -6,7 +6,7 @@ import json
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.core.checkpoints import (
@@ -298,6 +298,7 @@ REPORTS = st.lists(
 
 
 @given(reports=REPORTS, data=st.data())
+@settings(deadline=None)
 def test_what_is_committed_is_always_one_part_of_every_rank_at_one_step(
     reports: list[tuple[int, int, int, bool]], data: st.DataObject
 ) -> None:
