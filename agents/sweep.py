@@ -31,14 +31,13 @@ _STATE_VARIABLE = "NODUS_STATE_DIR"
 def sweep_run(uid: RunUid, *, machine_dir: Path, limit_s: float) -> list[str]:
     """Ends everything of the run on this machine; what remains after `limit_s` for each life, in words."""
     run_dir = machine_dir / "runs" / uid
-    lives = dict(_lives(uid, run_dir))
-    for life in lives.values():
-        close(life)
-    names = {*map(str, lives), *_names_in_environments(uid, run_dir)}
+    lives = {str(incarnation): folder for incarnation, folder in _lives(uid, run_dir)}
+    for folder in lives.values():
+        close(folder)
+    names = {*lives, *_names_in_environments(uid, run_dir)}
     remains = []
     for name in sorted(names):
-        folder = lives.get(Incarnation.parse(name))
-        roots = [*_serving(name), *(signed_in(folder) if folder else ())]
+        roots = [*_serving(name), *(signed_in(lives[name]) if name in lives else ())]
         outcome = process_tree.kill_incarnation(name, roots=roots, limit_s=limit_s)
         remains += [f"process {pid} ({process_tree.executable_name(pid)})" for pid in outcome.remaining]
     return remains

@@ -101,6 +101,17 @@ def test_a_life_whose_folder_is_gone_is_found_by_its_processes(host: Host) -> No
     assert ended(command)
 
 
+def test_a_command_that_names_itself_something_else_is_no_end_of_the_sweep(host: Host) -> None:
+    """A script may set any variable for what it starts; its machine must not be kept for ever because of it."""
+    uid = new_run_uid()
+    state = host.folder / "runs" / uid / "0" / "state"
+    odd = host.start(
+        "sleep", "600", environment={"NODUS_INCARNATION": f"{uid}.x", "NODUS_STATE_DIR": str(state)}
+    )
+    assert sweep_run(uid, machine_dir=host.folder, limit_s=LIMIT_S) == []
+    assert ended(odd)
+
+
 def test_who_signs_in_after_the_sweep_is_turned_away(host: Host) -> None:
     uid = new_run_uid()
     _, life = host.life(uid)
