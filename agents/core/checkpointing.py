@@ -325,9 +325,8 @@ class Checkpointing:
         self._digest, self._digest_entries = event.digest, part.entries
         if part.is_whole:
             self._taken = _firm(part.entries)
-        marked = [step for entry in part.entries if (step := step_of_folder(entry.path)) in part.steps]
-        if marked:
-            self._covered_step = max(self._covered_step, *(step for step in marked if step is not None))
+        if marked := _marked_steps(part):
+            self._covered_step = max(self._covered_step, *marked)
             self._step_seen_at = None
         if self._ended is not None:
             self._look()
@@ -348,7 +347,7 @@ class Checkpointing:
         self._tell(event.message)
         if part.is_whole:  # not again before something changes
             self._taken = _firm(part.entries)
-        self._covered_step = max([self._covered_step, *part.steps])
+        self._covered_step = max([self._covered_step, *_marked_steps(part)])
         self._finish_if_over(now)
 
     def _on_part_lost(self, event: PartLost, now: float) -> None:
@@ -430,6 +429,12 @@ class Checkpointing:
 def _firm(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """What a part is about: what is kept, without logs."""
     return tuple(entry for entry in entries if entry.kind in KEPT and not entry.is_log)
+
+
+def _marked_steps(part: TakePart) -> list[int]:
+    """Those of the helper's checkpoints in it; a step that names only speak of is none."""
+    found = [step_of_folder(entry.path) for entry in part.entries]
+    return [step for step in found if step is not None and step in part.steps]
 
 
 def _over_limit(look: Look) -> str:

@@ -258,6 +258,29 @@ def test_a_torn_part_is_taken_again_from_copies() -> None:
     assert [part.copy for part in bench.parts] == [False, True, False]
 
 
+def test_a_part_of_the_helpers_that_is_torn_is_taken_again_with_the_newest_alone() -> None:
+    bench = Bench()
+    bench.see(file("scratch"), *marked(1, 2), steps=(1, 2))
+    bench.writers = ("scratch",)
+    bench.wait(4)
+    bench.perform(bench.core.handle(PartTorn(number=bench.parts[0].number, path="step"), bench.now))
+    bench.see(file("scratch"), *marked(2, 3), steps=(2, 3))
+    bench.wait(4)
+    assert [(part.steps, part.copy) for part in bench.parts] == [((1, 2), False), ((3,), False)]
+
+
+def test_answers_that_nobody_waits_for_and_a_second_end_change_nothing() -> None:
+    bench = Bench(file("a.pt"))
+    assert bench.core.handle(WritersSeen(), bench.now) == []
+    assert bench.core.handle(TimePassed(), bench.now) == []
+    assert bench.core.handle(PartFailed(number=9, message="no"), bench.now) == []
+    bench.end(ok=False)
+    assert bench.is_finished
+    bench.end(ok=True)
+    assert bench.core.handle(StateSeen(look=bench.look), bench.now) == []
+    assert bench.parts == []
+
+
 def test_word_of_a_part_that_is_not_under_way_changes_nothing() -> None:
     bench = Bench(file("model.pt"))
     bench.wait(3)
