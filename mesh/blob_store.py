@@ -3,7 +3,8 @@
 Rules of this file:
 1. The one module that imports fsspec. What it raises is CheckpointStoreError: which store, which object, what to do.
 2. Blocking: call it in a thread. But it never blocks for ever: work that makes no progress for `stall_s` is given
-   up, and its thread is left behind (it cannot be ended). With too many of those the store counts as away, at once.
+   up, and its thread is left behind (it ends when it moves again). With too many of those the store counts as away, at
+   once.
 3. An object is there whole or not at all. Where a file system shows half-written files (a disk), they get another name
    first; object stores show an object when it is complete.
 4. What may pass (network, throttling) is tried again by the caller; `retryable` says so. A full store may pass as well.
@@ -230,9 +231,9 @@ class BlobStore:
 
         def work(progress: Progress) -> None:
             for key in keys:
+                progress()
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(self._path(key))
-                progress()
 
         self._limited("remove objects", work)
 
@@ -337,6 +338,7 @@ class _Call:
         self._work = work
         self._ended = threading.Event()
         self._moved_at = time.monotonic()
+        self._is_given_up = False
         self._lock = threading.Lock()
         self._late: Callable[[], None] | None = None
         self.result: Any = None
@@ -358,6 +360,8 @@ class _Call:
             late()
 
     def _progress(self) -> None:
+        if self._is_given_up:  # whoever asked has gone on: what it does late could be wrong by now
+            raise TimeoutError
         self._moved_at = time.monotonic()
 
     def wait(self, stall_s: float) -> bool:
@@ -370,6 +374,8 @@ class _Call:
                 return False
 
     def on_late_end(self, tell: Callable[[], None]) -> None:
+        """It is given up: it ends at its next progress, and then this is told."""
+        self._is_given_up = True
         with self._lock:
             if not self._ended.is_set():
                 self._late = tell

@@ -180,3 +180,30 @@ def test_passwords_are_refused_and_in_no_message() -> None:
     with pytest.raises(CheckpointStoreError, match="password") as caught:
         BlobStore("nonsense://user:geheim@host/x?sig=geheim")
     assert "geheim" not in str(caught.value) + repr(caught.value.details)
+
+
+def test_a_removal_that_was_given_up_removes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then what it was to remove may be needed again."""
+    store = BlobStore(f"file://{tmp_path}/s")
+    for key in ("a", "b"):
+        store.put_bytes(key, b"x")
+    may_go_on = threading.Event()
+    remove = store._fs.rm_file
+
+    def slow(path: str) -> None:
+        may_go_on.wait(10.0)
+        remove(path)
+
+    monkeypatch.setattr(store._fs, "rm_file", slow)
+    monkeypatch.setattr(store, "_stall_s", 0.05)
+    with pytest.raises(CheckpointStoreError, match="nothing has moved"):
+        store.remove(["a", "b"])
+    may_go_on.set()
+    monkeypatch.undo()
+    tries = iter(range(1000))
+    while store._left_behind:
+        next(tries)
+        threading.Event().wait(0.01)
+    assert store.size("b") == 1
