@@ -20,6 +20,7 @@ from coordinator.core.effects import DismissMember, FenceMember, OpenEpoch, Orde
 from coordinator.core.events import (
     BarrierClosed,
     BarrierOpened,
+    MachineReleased,
     MachinesReserved,
     MemberRevoked,
     MemberVanished,
@@ -58,6 +59,8 @@ class Assembling(Seats):
         gang = self.gang
         if gang.state is not RunState.PENDING or self._due.backoff is not None or gang.outcome is not None:
             return
+        if any(m.settlement is Settlement.FENCE_FAILED for m in gang.members.values()):
+            return  # a suspended run was resumed before its machine was swept: nothing begins beside what may still act
         is_restart = gang.assemblies == 0 and gang.restarts.total > 0
         if not gang.vacant or (is_restart and gang.seats):
             self._begin_epoch()
@@ -153,6 +156,14 @@ class Assembling(Seats):
                 self._tell_arrivals()
         else:
             self._begin_if_seated()
+
+    def _on_machine_released(self, event: MachineReleased) -> None:
+        super()._on_machine_released(event)
+        for member in list(self.gang.members.values()):
+            if member.machine == event.machine and member.settlement is Settlement.FENCE_FAILED:
+                # It was given back as unclean, so it has been swept, or is gone.
+                self._update(replace(member, settlement=Settlement.CONFIRMED))
+        self._begin_if_seated()
 
     def _on_reservation_waiting(self, event: ReservationWaiting) -> None:
         want = self._note_waiting(event)
