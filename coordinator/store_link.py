@@ -291,7 +291,9 @@ class StoreLink:
                 if push.name == ms.START_BARRIER:
                     self._events.post(push.gang, BarrierOpened(epoch=push.epoch, tokens=push.tokens))
             case ms.LeaseLapsed():
-                self._events.post(push.gang, LeaseLapsed(incarnation=_incarnation(push), silent_s=push.silent_s))
+                self._events.post(
+                    push.gang, LeaseLapsed(incarnation=_incarnation(push), silent_s=push.silent_s)
+                )
             case ms.LeaseReleased():
                 self._events.post(push.gang, LeaseGone(incarnation=_incarnation(push)))
             case ms.MemberConnectionLost():

@@ -171,7 +171,9 @@ async def test_a_server_that_is_out_of_reach_is_waited_for_a_bounded_time(server
             await client._http.call("GET", "/v1/runs", repeat_s=0.2)
 
 
-async def test_a_host_that_takes_no_connection_has_been_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_that_takes_no_connection_has_been_asked_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its machine is cut off, say. Seen in the lab, where it was called a request that may have taken effect."""
     monkeypatch.setattr(http_transport, "CONNECT_LIMIT_S", 0.2)
     with contextlib.ExitStack() as stack:

@@ -166,7 +166,9 @@ class Incidents:
                 self._cut(kind, machine, for_s)
             case Incident.SLOW_NETWORK:
                 machine.slow_until = until
-                self.has_delayed_news = True  # a renewal that is received late was sent before its holder died
+                self.has_delayed_news = (
+                    True  # a renewal that is received late was sent before its holder died
+                )
             case Incident.CLOCK_STEPPED:
                 machine.wall_offset += random.choice([-20.0, -4.0, 4.0])
             case Incident.RECLAIM:
