@@ -415,8 +415,7 @@ class Coordinator:
         return [
             d.core.gang
             for d in self._drivers.values()
-            if d.core.gang.members
-            and not d.core.gang.state.is_terminal
+            if not d.core.gang.state.is_terminal
             and d.core.gang.state not in (RunState.PENDING, RunState.SUSPENDED)
         ]
 

@@ -84,7 +84,7 @@ class SimCoordinator:
 
     def live_gangs(self) -> list[Gang]:
         gangs = (shell.core.gang for shell in self._shells.values())
-        return [g for g in gangs if g.members and not g.state.is_terminal and g.state not in _RESTING]
+        return [g for g in gangs if not g.state.is_terminal and g.state not in _RESTING]
 
     def live_gang(self, uid: RunUid, epoch: Epoch) -> Gang | None:
         return next((g for g in self.live_gangs() if g.uid == uid and g.epoch == epoch), None)
