@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -277,8 +277,23 @@ class Coordinator:
             del self._names[name]
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
-            await self._fleet.forget_run(driver.uid)
             self._forget_checkpoints(driver.uid)
+            clearing = self._in_background(self._clear_machines(driver.uid), f"clear machines of {name}")
+            await asyncio.wait(
+                [clearing], timeout=GIVE_BACK_LIMIT_S
+            )  # a machine that is just dying answers late
+
+    async def _clear_machines(self, uid: RunUid) -> None:
+        try:
+            await self._fleet.forget_run(uid)
+        except MeshError as error:
+            _log.warning("what run %s kept on machines may still be there: %s", uid, error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+        return task
 
     def _forget_checkpoints(self, uid: RunUid) -> None:
         """In the background: a store that is away holds no delete up."""
@@ -296,9 +311,7 @@ class Coordinator:
                 if delay_s is not None:
                     await asyncio.sleep(delay_s)
 
-        task = asyncio.create_task(forget(), name=f"forget checkpoints of {uid}")
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        self._in_background(forget(), f"forget checkpoints of {uid}")
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a shell: what the tests start would not hear Ctrl-C either.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG_VARIABLE = "LONG"
+"""`LONG=1` runs the tests marked `long` too: what `make test` leaves to `make soak`, so that it stays under ten minutes."""
 
 pytest_plugins = ["tests.plugins.parallel", "tests.plugins.leaks", "tests.plugins.repeat"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get(LONG_VARIABLE):
+        is_long = pytest.mark.skip(reason=f"takes long: {LONG_VARIABLE}=1 make test T=…, or make soak")
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(is_long)
     if os.geteuid() == 0:
         return
     needs_root = pytest.mark.skip(reason="needs root (namespaces, cgroups, mounts)")

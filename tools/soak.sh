@@ -11,6 +11,6 @@ while [ "$SECONDS" -lt $((minutes * 60)) ]; do
   seed=$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')
   rounds=$((rounds + 1))
   printf 'soak: round %d, seed %s, %d of %d minutes over\n' "$rounds" "$seed" $((SECONDS / 60)) "$minutes"
-  "$python" -m pytest -q -x --soak --timeout 1800 --seed "$seed" --hypothesis-seed "$seed" "$@"
+  LONG=1 "$python" -m pytest -q -x --soak --timeout 1800 --seed "$seed" --hypothesis-seed "$seed" "$@"
 done
 printf 'soak: %d rounds passed\n' "$rounds"

@@ -117,6 +117,7 @@ def test_a_torchrun_job_goes_on_from_the_committed_step_after_its_machine_is_los
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_the_run_says_so(mesh: RealMesh) -> None:
     script = mesh.script("zero_saves.py", RANK_ZERO_SAVES)
     second, end = mesh.gate("second"), mesh.gate("end")

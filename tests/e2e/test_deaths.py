@@ -96,7 +96,16 @@ def _raylet(mesh: RealMesh, name: str, rank: int) -> psutil.Process:
     return mesh.raylet(mesh.run(name)["status"]["ranks"][rank]["machine"])
 
 
-@pytest.mark.parametrize("find", [_launcher, _supervisor, _member, _keeper, _raylet])
+@pytest.mark.parametrize(
+    "find",
+    [
+        pytest.param(_launcher, marks=pytest.mark.long),
+        _supervisor,
+        pytest.param(_member, marks=pytest.mark.long),
+        pytest.param(_keeper, marks=pytest.mark.long),
+        _raylet,
+    ],
+)
 def test_a_death_on_a_machine_restarts_the_gang_and_leaves_no_orphan_of_the_epoch_before(
     mesh: RealMesh, find: Any
 ) -> None:

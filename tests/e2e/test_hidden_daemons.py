@@ -24,13 +24,20 @@ def daemon_of(file: Path) -> psutil.Process:
     return psutil.Process(int(file.read_text()))
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "launcher", "member"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param("supervisor", marks=pytest.mark.long),
+        "launcher",
+        pytest.param("member", marks=pytest.mark.long),
+    ],
+)
 def test_a_daemon_without_a_sign_of_its_origin_dies_with_its_run(
     mesh: RealMesh, tmp_path: Path, victim: str
 ) -> None:
     file = tmp_path / "daemon"
     script = HIDES.format(bases=" ".join(control_group.bases()), file=file)
-    name = mesh.submit("--", "sh", "-c", script)
+    name = mesh.submit("--max-attempts", "0", "--", "sh", "-c", script)
     mesh.running(name)
     daemon = daemon_of(file)
     supervisor = mesh.command(name, 0).parent()

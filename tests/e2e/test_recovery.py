@@ -85,6 +85,7 @@ def test_a_lost_machine_is_replaced_the_other_rank_keeps_its_own_and_the_client_
     mesh.no_process_left(mesh.ended(name))
 
 
+@pytest.mark.long
 def test_a_killed_command_starts_the_gang_again_when_the_run_wants_it(mesh: RealMesh) -> None:
     name = mesh.new_name()
     client, gate = started(mesh, name, "--on-process-failure", "restart")
@@ -100,6 +101,7 @@ def test_a_killed_command_starts_the_gang_again_when_the_run_wants_it(mesh: Real
     assert client.wait() == 0, client.stderr
 
 
+@pytest.mark.long
 def test_a_machine_that_stood_still_past_its_lease_finds_every_door_closed(mesh: RealMesh) -> None:
     name = mesh.new_name()
     client, gate = started(mesh, name)

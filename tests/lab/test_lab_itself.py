@@ -130,12 +130,14 @@ def test_a_frozen_host_does_nothing_and_a_killed_one_is_gone(pair: Pair, tmp_pat
         assert {(life.epoch, life.rank) for life in observer.lives("run")} == {(3, 1)}
 
 
+@pytest.mark.soak
 def test_a_slow_cable_carries_less(pair: Pair) -> None:
     pair.network.slow("m0", kbit=1000)
     assert pair.reaches(0, 1)
     pair.network.fast("m0")
 
 
+@pytest.mark.soak
 def test_a_lab_whose_tests_were_killed_leaves_nothing(tmp_path: Path) -> None:
     """Its hosts' processes end with it, and the next lab takes the rest away."""
     story = (

@@ -34,7 +34,9 @@ os.unlink(sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("length_s", [20, pytest.param(600, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "length_s", [pytest.param(20, marks=pytest.mark.soak), pytest.param(600, marks=pytest.mark.soak)]
+)
 def test_a_machine_that_is_only_busy_is_not_taken_for_dead(lab: Lab, length_s: int) -> None:
     beacon = lab.running_beacon("--nodes", "3")
     hosts = [lab.head_host, *lab.hosts[:3]]

@@ -33,6 +33,7 @@ def test_two_hosts_with_useless_names_are_one_world(lab: Lab) -> None:
     lab.observer.wait_for_none(run["metadata"]["uid"])
 
 
+@pytest.mark.soak
 def test_no_rank_starts_before_the_last_one_has_arrived(lab: Lab) -> None:
     """Case 9: one machine is slow to become ready. Nobody's command runs meanwhile, and the run succeeds."""
     with lab.held_back(lab.hosts[1]):

@@ -63,6 +63,7 @@ def test_only_the_lost_rank_gets_another_machine(lab: Lab, rank: int, how: str) 
     _finished(lab, beacon, epoch=2)
 
 
+@pytest.mark.soak
 def test_a_machine_whose_agent_is_told_to_stop_lets_its_rank_save_and_move(lab: Lab) -> None:
     """A reclaim, not a loss: the rank hears of it while everything still runs, and nobody waits for a lease to end."""
     beacon = lab.running_beacon("--nodes", "2")

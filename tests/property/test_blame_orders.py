@@ -60,7 +60,7 @@ def essence(found: Found) -> tuple[object, ...]:
     return found.kind, found.cause.rank, found.cause.reason, found.victims, found.lost
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     streams=st.tuples(*(endings(rank) for rank in range(NODES))), later=LATER, number=st.integers(0, 10**6)
 )
