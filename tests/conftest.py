@@ -12,7 +12,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG_VARIABLE = "LONG"
-"""`LONG=1` runs the tests marked `long` too: what `make test` leaves to `make soak`, so that it stays under ten minutes."""
+"""`LONG=1` runs the tests marked `long` too, which `make test` leaves to `make soak`."""
 
 pytest_plugins = ["tests.plugins.parallel", "tests.plugins.leaks", "tests.plugins.repeat"]
 
