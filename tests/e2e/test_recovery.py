@@ -113,6 +113,7 @@ def test_a_machine_that_stood_still_past_its_lease_finds_every_door_closed(mesh:
     mesh.no_process_left(mesh.ended(name))
 
 
+@pytest.mark.long
 def test_a_suspended_run_gives_its_machines_back_and_goes_on(mesh: RealMesh) -> None:
     name = mesh.new_name()
     client, gate = started(mesh, name)

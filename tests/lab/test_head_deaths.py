@@ -43,7 +43,7 @@ def test_a_killed_part_of_the_head_comes_back_and_no_rank_notices(lab: Lab, acto
 @pytest.mark.parametrize(
     ("whose", "fault"),
     [
-        ("the head's", "cut"),
+        pytest.param("the head's", "cut", marks=pytest.mark.soak),
         pytest.param("the head's", "freeze", marks=pytest.mark.soak),
         pytest.param("a machine's", "cut", marks=pytest.mark.soak),
         pytest.param("a machine's", "freeze", marks=pytest.mark.soak),

@@ -110,6 +110,7 @@ def test_cuts_cut_what_they_say_and_are_mended(pair: Pair) -> None:
     wait_until(lambda: pair.reaches(0, 1) and pair.reaches(1, 0), "the cable to carry again")
 
 
+@pytest.mark.soak
 def test_a_frozen_host_does_nothing_and_a_killed_one_is_gone(pair: Pair, tmp_path: Path) -> None:
     host = pair.hosts[0]
     with observing(pair.network, tmp_path) as observer:
@@ -170,6 +171,7 @@ def test_a_lab_whose_tests_were_killed_leaves_nothing(tmp_path: Path) -> None:
     assert _traces(lab_id) == []
 
 
+@pytest.mark.soak
 def test_a_lab_that_is_in_use_is_left_alone(pair: Pair) -> None:
     sweep()
     assert _traces(pair.network.id)

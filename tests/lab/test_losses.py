@@ -46,7 +46,9 @@ def test_no_rank_starts_before_the_last_one_has_arrived(lab: Lab) -> None:
     assert lab.ended(beacon.name)["status"]["state"] == "Succeeded"
 
 
-@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.soak), "power_off"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("kill", marks=pytest.mark.soak), pytest.param("power_off", marks=pytest.mark.soak)]
+)
 def test_a_host_that_dies_takes_its_run_with_it(lab: Lab, how: str) -> None:
     beacon = lab.running_beacon("--nodes", "2", *FINAL)
     lost, other = lab.host_of(beacon.name, 1), lab.host_of(beacon.name, 0)
