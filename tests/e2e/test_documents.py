@@ -18,11 +18,14 @@ DOCUMENTED = (
 )
 
 
+@pytest.mark.timeout(400)
 def test_the_first_documents_script_runs_by_its_documented_command(mesh: RealMesh) -> None:
     """Word for word. The script ends without a barrier, so that torch may abort at its exit: then that is named."""
     shutil.copy(EXAMPLES / "train.py", mesh.work)
     program, *arguments = shlex.split(DOCUMENTED)
-    done = mesh.cli(*arguments, program=program, code=None)
+    done = mesh.cli(
+        *arguments, program=program, code=None, limit_s=330.0
+    )  # torch's exit barrier alone may take 300 s
     run = mesh.run("torchrun-2-node")
     assert run["status"]["topology"]["worldSize"] == 2
     if done.returncode == 0:

@@ -61,7 +61,7 @@ class Span:
         return not is_elsewhere and self.began_at - 1 <= leak.began_at <= self.ended_at + 1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Watch:
     """One session's watch: its token, and when each test ran. A plugin itself, to be told of every report."""
 
