@@ -44,6 +44,9 @@ KILL_LIMIT_S = 10.0
 """After this long a SIGKILLed process is called unkillable (uninterruptible sleep in a driver or a dead network
 disk)."""
 
+PF_EXITING = 0x4
+"""include/linux/sched.h: set before anything of an ending process is let go, its open files included."""
+
 FREEZE_ROUNDS_MAX = 64
 WAIT_BETWEEN_ROUNDS_MS = 20
 WAITED_PIDS_MAX = 64
@@ -55,14 +58,17 @@ class Process:
     """What /proc/<pid>/stat says of a process. `started` (clock ticks since boot) tells it from a later one of
     that pid."""
 
-    __slots__ = ("parent", "pid", "started", "state", "thread_count")
+    __slots__ = ("flags", "parent", "pid", "started", "state", "thread_count")
 
-    def __init__(self, *, pid: int, parent: int, started: int, state: str, thread_count: int) -> None:
+    def __init__(
+        self, *, pid: int, parent: int, started: int, state: str, thread_count: int, flags: int = 0
+    ) -> None:
         self.pid = pid
         self.parent = parent
         self.started = started
         self.state = state
         self.thread_count = thread_count
+        self.flags = flags
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -71,6 +77,11 @@ class Process:
     @property
     def is_alive(self) -> bool:
         return self.state not in "ZX" or self.thread_count > 1
+
+    @property
+    def is_ending(self) -> bool:
+        """It runs no code of its own any more, although it may be a while until it is gone: its files may be closed."""
+        return bool(self.flags & PF_EXITING)
 
     @property
     def is_stopped(self) -> bool:
@@ -205,6 +216,7 @@ def parse_stat(text: bytes) -> Process | None:
         started=int(fields[19]),
         state=fields[0].decode("ascii", "replace"),
         thread_count=int(fields[17]),
+        flags=int(fields[6]),
     )
 
 

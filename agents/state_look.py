@@ -179,7 +179,8 @@ def _everybody() -> Iterator[ProcessKey]:
 
 
 def processes_below(root: int) -> frozenset[ProcessKey]:
-    """The living processes below one, that one left out."""
+    """The living processes below one, that one left out. One that is ending is none: the kernel closes its files, and
+    nobody has."""
     found: set[ProcessKey] = set()
     waiting = [root]
     while waiting:
@@ -187,7 +188,7 @@ def processes_below(root: int) -> frozenset[ProcessKey]:
             process = process_tree.read_process(pid)
             if process is not None:
                 waiting.append(pid)
-                if process.is_alive:
+                if process.is_alive and not process.is_ending:
                     found.add((pid, process.started))
     return frozenset(found)
 

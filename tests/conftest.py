@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background of a shell: what the tests start would not hear Ctrl-C either.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background of a shell, or under nohup: what the tests start would not hear these either.
+for _signal, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _usual)
 
 LONG_VARIABLE = "LONG"
 """`LONG=1` runs the tests marked `long` too, which `make test` leaves to `make soak`."""

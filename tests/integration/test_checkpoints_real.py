@@ -18,6 +18,7 @@ import pytest
 
 from agents.checkpoint import Checkpointer, CheckpointListener, StoredPart
 from agents.restore import restore
+from agents.state_look import look
 from coordinator.checkpoint_store import CheckpointStore, Written
 from coordinator.core.checkpoints import CommitCheckpoint
 from mesh import checkpoint
@@ -120,6 +121,32 @@ class Slow(io.FileIO):  # a disk that takes its time: half of it, and then nothi
 
 torch.save(state, Slow(sys.argv[1] + "/ckpt-2.pt", "wb"))
 """
+
+
+HOLDS_A_FILE_OPEN = """
+import sys, time
+file = open(sys.argv[1], "w")
+room = bytearray(30 << 20)  # what the kernel has to let go, and takes its time for
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_is_ending_has_not_closed_its_files_itself(tmp_path: Path) -> None:
+    """The kernel closes them a moment before the process is gone; a look in between saw a file closed by the living."""
+    for number in range(100):
+        process = start(HOLDS_A_FILE_OPEN, tmp_path / "half.pt")
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "open\n"
+            assert {pid for _, (pid, _) in look(tmp_path, root=os.getpid()).writers} == {process.pid}
+            threading.Timer(number * 1e-4, process.kill).start()  # in the middle of any part of a look
+            seen = look(tmp_path, root=os.getpid())
+            while process.pid in {pid for pid, _ in seen.processes}:
+                assert seen.writers, f"kill {number}: closed, and its writer is there as if it had closed it"
+                seen = look(tmp_path, root=os.getpid())
+        finally:
+            end(process)
 
 
 @pytest.mark.torch

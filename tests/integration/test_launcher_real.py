@@ -169,8 +169,8 @@ async def test_a_stop_reaches_a_command_that_listens(bench: Bench) -> None:
     command, _ = await bench.start(
         sys.executable,
         "-c",
-        "import signal,sys,time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(7)))\n"
+        "import os,signal,sys,time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'saved'), sys.exit(7)))\n"  # print may be under way
         "print('ready', flush=True)\ntime.sleep(600)",
     )
     await bench.wait_for_output("ready")

@@ -34,6 +34,13 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse_the_reading() -> None:
     found = process_tree.parse_stat(f"42 (a) b (c) {tail} 0 0\n".encode())
     assert found is not None
     assert (found.pid, found.parent, found.state, found.thread_count, found.started) == (42, 7, "S", 3, 4711)
+    assert not found.is_ending
+
+
+def test_a_process_that_is_ending_is_told_from_one_that_runs() -> None:
+    tail = " ".join(["R", "7", "1", "1", "0", "-1", "4195340", *["0"] * 10, "1", "0", "4711"])
+    found = process_tree.parse_stat(f"42 (a) {tail} 0 0\n".encode())
+    assert found is not None and found.is_alive and found.is_ending
 
 
 @pytest.mark.parametrize("text", [b"", b"42 (a) S 7", b"nonsense"])
