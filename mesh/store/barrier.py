@@ -4,7 +4,9 @@ Rules of this file:
 1. A rank has arrived while the connection that asked waits for its answer, and while it holds a valid lease
    of the token that it came with. Whoever stops listening, or loses its lease, has not arrived.
 2. It opens in one step when all ranks have arrived; the same answer, with what everybody brought in rank order,
-   goes to all. After that nothing changes any more, and whoever comes again with its token gets it again.
+   goes to all. After that nothing changes any more, and whoever comes again with its token gets it again. So does,
+   until the barrier is closed, one that was admitted in place of one that is over (`leases.admit`): from then on it is
+   the one that has arrived.
 3. A closed barrier never opens; closing an open one only says that it had opened.
 """
 
@@ -23,6 +25,11 @@ def arrive(
 ) -> list[Output]:
     barrier = gang.barriers.get(request.name)
     if barrier is not None and barrier.payloads is not None:
+        if _may_take_the_place(gang, barrier, request):
+            refused = _refusal(books, gang, barrier, request, connection, now)
+            if refused is not None:
+                return [(connection, refused)]
+            barrier.arrivals[request.rank].token = request.token
         return [(connection, _answer_when_open(barrier.payloads, barrier, request))]
     refused = _refusal(books, gang, barrier, request, connection, now)
     if refused is not None:
@@ -132,6 +139,13 @@ def _open(books: Books, gang: Gang, name: str, barrier: Barrier) -> list[Output]
         books.strike(waiter)
         outputs.append((waiter.connection, ms.Opened(waiter.id, payloads)))
     return outputs + books.push(ms.BarrierOpened(gang.uid, gang.epoch, name, barrier.tokens()))
+
+
+def _may_take_the_place(gang: Gang, barrier: Barrier, request: ms.Arrive) -> bool:
+    """Whether this is the first arrival of one that was admitted after the opening."""
+    arrival = barrier.arrivals.get(request.rank)
+    is_admitted = gang.admitted.get(request.rank) == request.token
+    return arrival is not None and is_admitted and arrival.token != request.token
 
 
 def _answer_when_open(payloads: tuple[bytes, ...], barrier: Barrier, request: ms.Arrive) -> ms.Reply:

@@ -95,9 +95,12 @@ class Gang:
     leases: dict[Rank, Lease] = field(default_factory=dict)
     """Those that are not over."""
     ended: dict[Rank, set[IncarnationToken]] = field(default_factory=dict)
-    """Incarnations of this epoch whose lease is over: they never get another one."""
+    """Incarnations of this epoch whose lease is over: they never get another one. After an admission the older ones are
+    forgotten: from then on the rank is for the one that was admitted only."""
     revoked: dict[Rank, set[IncarnationToken]] = field(default_factory=dict)
     """Incarnations that the coordinator gave up before a barrier had opened with them. Never forgotten."""
+    admitted: dict[Rank, IncarnationToken] = field(default_factory=dict)
+    """Who may take the rank after the opening: the last one that the coordinator admitted, if it ever did."""
     barriers: dict[str, Barrier] = field(default_factory=dict)
     keys: dict[str, StoredValue] = field(default_factory=dict)
     bytes_held: int = 0

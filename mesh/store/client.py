@@ -162,6 +162,21 @@ class StoreClient:
         """
         return bool((await self._ask(ms.Revoke(0, gang, epoch, rank, token), ms.Number)).value)
 
+    async def admit(
+        self,
+        gang: RunUid,
+        epoch: Epoch,
+        rank: Rank,
+        token: IncarnationToken,
+        *,
+        instead_of: IncarnationToken,
+    ) -> None:
+        """Lets the incarnation through the open start barrier in place of one whose life is over.
+
+        ConflictError unless the barrier has opened, with `instead_of` for this rank, and its lease is over.
+        """
+        await self._ask(ms.Admit(0, gang, epoch, rank, token, instead_of), ms.Done)
+
     async def watch(self) -> None:
         """From now on `on_push` hears of every lease and barrier. What was before: `snapshot`."""
         await self._ask(ms.Watch(0), ms.Done)

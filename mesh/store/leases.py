@@ -5,7 +5,8 @@ Rules of this file:
    holder counts from when it sent it, and stops at ttl - guard. So the holder always stops first.
 2. An incarnation whose lease is over never gets another one.
 3. Within an epoch another incarnation may take a rank only after the lease before it is over, and only until
-   a barrier has opened: from then on a new incarnation needs a new epoch.
+   a barrier has opened: from then on a new incarnation needs a new epoch, or has been admitted by the coordinator in
+   place of the one that had the rank (`admit`), which is over.
 4. An incarnation that the coordinator has given up (`revoke`) is as good as one whose lease is over, unless the start
    barrier has opened with it: then it may run, and only a fence ends it.
 5. Before a lease is found to be over the store asks whether it was itself stalled (`Books.absolve_stall`).
@@ -86,6 +87,29 @@ def revoke(
     return outputs
 
 
+def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId, _now: float) -> list[Output]:
+    rank, token, limits = request.rank, request.token, books.limits
+    start = gang.barriers.get(ms.START_BARRIER)
+    refused: ms.Refused | None = None
+    if not 0 <= rank < gang.size:
+        refused = _conflict(request, f"there are ranks 0 to {gang.size - 1} only")
+    elif len(token) > limits.name_chars_max:
+        refused = over_limit(request.id, "characters in a token", limits.name_chars_max)
+    elif start is None or start.payloads is None:
+        refused = _conflict(request, "this store has not opened the start barrier")
+    elif (present := gang.admitted.get(rank, start.arrivals[rank].token)) != token:
+        if request.instead_of != present:
+            refused = _conflict(request, "the rank is another incarnation's")
+        elif not gang.is_over(rank, present):
+            refused = _conflict(request, "the incarnation before it is not over")
+        elif gang.is_over(rank, token):
+            refused = _conflict(request, "this incarnation is over")
+        else:
+            gang.admitted[rank] = token
+            gang.ended[rank] = {present}
+    return [(connection, refused or ms.Done(request.id))]
+
+
 def lapse(books: Books, lease: Lease, now: float) -> list[Output]:
     """Declares the member lost."""
     gang = books.gangs[lease.gang]
@@ -148,14 +172,14 @@ def _grant_refusal(
         return lost(request)
     if present is not None:
         return _conflict(request, "another incarnation holds its lease")
-    if gang.has_opened:
+    if gang.has_opened and gang.admitted.get(rank) != request.token:
         return _conflict(request, "the barrier is open, so a new incarnation needs a new epoch")
     if len(gang.ended.get(rank, ())) >= limits.tokens_per_rank_max:
         return over_limit(request.id, "incarnations of one rank in one epoch", limits.tokens_per_rank_max)
     return None
 
 
-def _conflict(request: ms.GrantLease | ms.Revoke, why: str) -> ms.Refused:
+def _conflict(request: ms.GrantLease | ms.Revoke | ms.Admit, why: str) -> ms.Refused:
     return ms.Refused(
         request.id,
         Reason.CONFLICT,

@@ -106,6 +106,23 @@ class Revoke(NamedTuple):
     token: IncarnationToken
 
 
+class Admit(NamedTuple):
+    """The open start barrier lets this incarnation through in place of `instead_of`, whose life is over.
+
+    The one exception to "a new incarnation needs a new epoch". Answered with Done, the second time too; refused
+    (Conflict) unless the barrier has opened, `instead_of` is whose the rank's place there is, and its lease is over.
+    What was admitted takes a lease and arrives as any other, and is answered at once with the opening's payloads,
+    unless the barrier has been closed.
+    """
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+    instead_of: IncarnationToken
+
+
 class Watch(NamedTuple):
     """Push everything that happens to leases and barriers to this connection. Resync by Snapshot."""
 
@@ -229,8 +246,8 @@ class Delete(NamedTuple):
 
 LeaseRequest = GrantLease | ReleaseLease
 KeyRequest = Get | Set | Add | Wait | CompareAndSet | Delete
-GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier | Revoke
-AdminRequest = SetFloor | DropGang | CloseBarrier | Revoke | Watch | Gangs | Snapshot
+GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier | Revoke | Admit
+AdminRequest = SetFloor | DropGang | CloseBarrier | Revoke | Admit | Watch | Gangs | Snapshot
 Request = Hello | Ping | Cancel | GangRequest | AdminRequest
 DEFERRED = (Arrive, Wait)
 """Requests whose reply may take as long as it likes, so a caller that gives up has to say so."""

@@ -42,7 +42,7 @@ _HEADER_BYTES = 4
 _REQUESTS: tuple[type[Any], ...] = (
     ms.Hello, ms.Ping, ms.Cancel, ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Watch, ms.Gangs, ms.Snapshot,
     ms.GrantLease, ms.ReleaseLease, ms.Arrive, ms.Get, ms.Set, ms.Add, ms.Wait, ms.CompareAndSet, ms.Delete,
-    ms.Revoke,
+    ms.Revoke, ms.Admit,
 )  # fmt: skip
 _REPLIES: tuple[type[Any], ...] = (
     ms.Done, ms.Number, ms.Value, ms.Compared, ms.Opened, ms.Welcome, ms.GangList, ms.GangSnapshot, ms.Refused,

@@ -4,7 +4,7 @@ Rules of this file:
 1. Nothing that a peer can send raises; what cannot be done is a `Refused` and changes nothing.
 2. One gate, before any handler: a request of an older epoch is stale, one of an unknown gang or of an epoch that
    this store has not been told of yet may be tried again, and only the floor epoch gets through.
-3. Only an admin raises floors, closes barriers, gives up incarnations, watches, or looks at gangs.
+3. Only an admin raises floors, closes barriers, gives up or admits incarnations, watches, or looks at gangs.
 4. A floor never goes down while its gang is known; a restarted store knows nothing, and says so.
 
 Theory of operation. The shell (`coordinator.store_actor`) numbers its connections, checks their secrets, and calls
@@ -37,7 +37,14 @@ _UNDER_AN_EPOCH: dict[type, _Handler] = {
     ms.ReleaseLease: leases.release,
     ms.Arrive: barrier.arrive,
 }
-_ADMIN = (ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Revoke, ms.Watch, ms.Gangs, ms.Snapshot)
+_ADMIN = (
+    ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Revoke, ms.Admit, ms.Watch, ms.Gangs, ms.Snapshot
+)  # fmt: skip
+_ADMIN_UNDER_AN_EPOCH: dict[type, _Handler] = {
+    ms.CloseBarrier: barrier.close,
+    ms.Revoke: leases.revoke,
+    ms.Admit: leases.admit,
+}
 
 
 class StoreState:
@@ -99,12 +106,11 @@ class StoreState:
                 return self._on_set_floor(request, connection, now)
             case ms.DropGang():
                 return self._on_drop_gang(request, connection)
-            case ms.CloseBarrier() | ms.Revoke():
+            case ms.CloseBarrier() | ms.Revoke() | ms.Admit():
                 gang = self._gangs.get(request.gang)
                 if gang is None or gang.epoch != request.epoch:
                     return [(connection, _turn_away(gang, request))]
-                handler: _Handler = barrier.close if isinstance(request, ms.CloseBarrier) else leases.revoke
-                return handler(self.books, gang, request, connection, now)
+                return _ADMIN_UNDER_AN_EPOCH[type(request)](self.books, gang, request, connection, now)
             case ms.Watch():
                 return self._on_watch(request, connection)
             case ms.Gangs():

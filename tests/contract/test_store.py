@@ -275,6 +275,7 @@ async def test_a_member_may_not_raise_floors_close_barriers_watch_or_look_at_gan
     for call in (
         member.set_floor(GANG, E2, 2),
         member.revoke(GANG, E1, Rank(0), token(0)),
+        member.admit(GANG, E1, Rank(0), token(0, "b"), instead_of=token(0)),
         member.drop_gang(GANG),
         member.close_barrier(GANG, E1),
         member.watch(),
@@ -368,6 +369,32 @@ async def test_a_revoked_incarnation_hears_it_and_another_one_takes_the_rank(
     assert await admin.revoke(GANG, E1, Rank(0), token(0)) is False
     assert await admin.revoke(GANG, E1, Rank(0), token(0, "b")) is True
     await lease(second, 0, life="b")
+
+
+async def test_an_admitted_incarnation_takes_a_rank_whose_life_is_over_and_is_let_through_at_once(
+    store: StoreUnderTest, admin: StoreClient
+) -> None:
+    client = await store.connect()
+    await lease(client, 0)
+    await lease(client, 1)
+    opened = (await asyncio.gather(arrive(client, 0), arrive(client, 1)))[0]
+
+    def admit(life: str, instead_of: str) -> object:
+        return admin.admit(GANG, E1, Rank(1), token(1, life), instead_of=token(1, instead_of))
+
+    assert "not over" in (await refused(admit("b", "a"))).message
+    await client.release_lease(GANG, E1, Rank(1), token(1))
+    assert isinstance(await refused(lease(client, 1, life="b")), ConflictError), "not admitted yet"
+    await admit("b", "a")  # type: ignore[misc]
+    await admit("b", "a")  # type: ignore[misc]
+    assert isinstance(await refused(arrive(client, 1, life="b")), LeaseLostError), "it has no lease yet"
+    assert isinstance(await refused(lease(client, 1, life="c")), ConflictError)
+    await lease(client, 1, life="b")
+    assert await arrive(client, 1, life="b") == opened
+    assert await arrive(client, 1, life="b") == opened
+    assert isinstance(await refused(arrive(client, 1)), ConflictError), "the one before does not get through"
+    assert (await admin.snapshot(GANG)).barriers[0].tokens == (token(0), token(1, "b"))
+    assert await admin.revoke(GANG, E1, Rank(1), token(1, "b")) is True, "it has passed"
 
 
 async def test_a_holder_that_moved_to_another_connection_is_not_missed_on_the_old_one(
