@@ -25,6 +25,7 @@ from coordinator.core.effects import (
     Announcement,
     CloseBarrier,
     DismissMember,
+    ExpireLease,
     FenceMember,
     ForgetGang,
     GangEffect,
@@ -41,7 +42,9 @@ from coordinator.core.events import (
     BarrierClosed,
     CheckpointLacking,
     CheckpointWritten,
+    FenceTaken,
     GangEvent,
+    LeaseExpiring,
     MachineReleased,
     MachinesReserved,
     MemberRevoked,
@@ -83,6 +86,10 @@ class StoreControl(Protocol):
 
         None when nobody knows; then nothing is changed.
         """
+        ...
+
+    async def expire(self, uid: RunUid, incarnation: Incarnation) -> bool:
+        """Has its lease renewed no more. Returns whether it is over already."""
         ...
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...
@@ -274,11 +281,14 @@ class GangDriver:
                 self._start(("revoke", effect.incarnation), self._revoke(effect))
             case FenceMember():
                 self._start(("fence", effect.incarnation), self._fence(effect))
+            case ExpireLease():
+                self._start(("expire", effect.incarnation), self._expire(effect))
             case TellAboutPart() | CommitCheckpoint() | CleanCheckpointStore():
                 self._perform_checkpoint(effect)
             case DismissMember():
                 self._stop(("order", effect.incarnation))
                 self._stop(("fence", effect.incarnation))
+                self._stop(("expire", effect.incarnation))
                 self._stop(("question", effect.incarnation))
                 self._stop(("lost part", effect.incarnation))
                 self._start(
@@ -287,7 +297,7 @@ class GangDriver:
                 )
             case ForgetGang():
                 # The store will not know the gang any more: what is still asked of it would be asked for ever.
-                self._stop_all("open", "close", "revoke")
+                self._stop_all("open", "close", "revoke", "expire")
                 self._start(
                     ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
                 )
@@ -409,13 +419,22 @@ class GangDriver:
 
     async def _fence(self, effect: FenceMember) -> None:
         order = FenceOrder(incarnation=effect.incarnation, grace_s=effect.grace_s)
-        await self._tell_member(effect.incarnation, lambda: self._fleet.fence(order))
+        if await self._tell_member(effect.incarnation, lambda: self._fleet.fence(order)):
+            taken = FenceTaken(incarnation=effect.incarnation, grace_s=effect.grace_s)
+            await self._inbox.put(_Letter(taken))
 
-    async def _tell_member(self, incarnation: Incarnation, call: Callable[[], Awaitable[None]]) -> None:
+    async def _expire(self, effect: ExpireLease) -> None:
+        is_over = await _insist(lambda: self._store.expire(self.uid, effect.incarnation))
+        await self._inbox.put(_Letter(LeaseExpiring(incarnation=effect.incarnation, is_over=is_over)))
+
+    async def _tell_member(self, incarnation: Incarnation, call: Callable[[], Awaitable[None]]) -> bool:
+        """Returns whether it was told; one that is gone never is."""
         try:
             await _insist(call)
         except MemberGoneError as error:
             await self._inbox.put(_Letter(MemberVanished(incarnation=incarnation, message=error.message)))
+            return False
+        return True
 
 
 def _emptied(inbox: asyncio.Queue[_Letter]) -> list[_Letter]:

@@ -146,6 +146,15 @@ class StoreLink:
             self._trust.gave_up(incarnation)
         return has_passed
 
+    async def expire(self, uid: RunUid, incarnation: Incarnation) -> bool:
+        """See `StoreControl`."""
+        return await self._expire(self._connected(), incarnation)
+
+    async def _expire(self, client: StoreClient, incarnation: Incarnation) -> bool:
+        me = incarnation
+        terms = {"ttl_s": self._lease_ttl_s, "guard_s": self._lease_guard_s}
+        return await client.expire(me.run_uid, me.epoch, me.rank, me.token, **terms)
+
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         """See `StoreControl`."""
         await self._connected().drop_gang(uid)
@@ -258,22 +267,30 @@ class StoreLink:
             await self._account_for(client, gang, members)
 
     async def _account_for(self, client: StoreClient, gang: Gang, members: list[MemberRecord]) -> None:
-        """Gives each of them a lease, unless it has taken its own again or has given it back."""
+        """Gives each of them a lease, unless it has taken its own again or has given it back; or lets it run out."""
         for member in members:
+            me = member.incarnation
             try:
-                await client.grant_lease(
-                    gang.uid,
-                    gang.epoch,
-                    member.rank,
-                    member.incarnation.token,
-                    ttl_s=self._lease_ttl_s,
-                    guard_s=self._lease_guard_s,
-                )
-            except LeaseLostError:
-                assert self._events is not None
-                self._events.post(gang.uid, LeaseGone(incarnation=member.incarnation))
+                if member.is_expiring:
+                    is_over = await self._expire(client, me)
+                else:
+                    is_over = not await self._grant(client, me)
             except (FencedError, ConflictError) as error:
-                _log.info("no lease for %s: %s", member.incarnation, error)
+                _log.info("no lease for %s: %s", me, error)
+            else:
+                if is_over:
+                    assert self._events is not None
+                    self._events.post(gang.uid, LeaseGone(incarnation=me))
+
+    async def _grant(self, client: StoreClient, incarnation: Incarnation) -> bool:
+        """False when its lease is over."""
+        me = incarnation
+        terms = {"ttl_s": self._lease_ttl_s, "guard_s": self._lease_guard_s}
+        try:
+            await client.grant_lease(me.run_uid, me.epoch, me.rank, me.token, **terms)
+        except LeaseLostError:
+            return False
+        return True
 
     def _on_push(self, push: ms.Push) -> None:
         try:

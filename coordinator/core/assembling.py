@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.core.effects import DismissMember, FenceMember, OpenEpoch, OrderMember, RevokeMember
+from coordinator.core.effects import DismissMember, OpenEpoch, OrderMember, RevokeMember
 from coordinator.core.events import (
     BarrierClosed,
     BarrierOpened,
@@ -196,8 +196,7 @@ class Assembling(Seats):
         """Its order was under way when the epoch was stopped: the fence found nobody yet."""
         outcome = self.gang.outcome
         if outcome is not None and outcome.kind is not OutcomeKind.SUCCEED:
-            grace_s = self.gang.plan.grace_period_s
-            self._effects.append(FenceMember(incarnation=member.incarnation, grace_s=grace_s))
+            self._effects.append(self._fence(member, self.gang.plan.grace_period_s))
 
     def _on_member_arrived(self, event: MemberArrived) -> None:
         member = self._current(event.incarnation)

@@ -124,6 +124,13 @@ class FenceMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpireLease:
+    """Have the member's lease renewed no more: its keeper ends everything there, and the lapse will tell."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DismissMember:
     """The member has nothing more to do: end its actor."""
 
@@ -150,6 +157,7 @@ GangEffect = (
     | CleanCheckpointStore
     | RevokeMember
     | FenceMember
+    | ExpireLease
     | DismissMember
     | ForgetGang
 )

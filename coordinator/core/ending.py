@@ -6,6 +6,9 @@ Rules of this file:
 2. While only complaints about peers have been heard, the stop waits a little for the peer's own failure
    (`blame.JUDGEMENT_WINDOW_S`), which a stop would hide.
 3. A lost lease is a loss when the barrier had opened; before that it costs its rank the machine, not the epoch.
+4. Every fence comes to its end within a limit. A member whose agent does not answer, or does not confirm, has its lease
+   renewed no more: its keeper ends everything there, and the lapse is the proof. Its machine counts as not clean. If
+   even the lease does not end, the fence has failed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from dataclasses import replace
 
 from coordinator.core import blame
 from coordinator.core.assembling import Assembling
+from coordinator.core.effects import ExpireLease
 from coordinator.core.events import (
+    FenceTaken,
+    LeaseExpiring,
     LeaseGone,
     LeaseLapsed,
     MachineReclaimed,
@@ -31,6 +37,13 @@ from mesh.messages import (
 from mesh.reasons import Reason
 from mesh.states import RunState
 
+FENCE_LIMIT_S = 90.0
+"""How long, over the grace period, a member that was told to stop may take to confirm it: killing what does not end,
+handing over its output and its last part of a checkpoint (`agents.core.member_state`: 2 + 5 + 60 s at most)."""
+EXPIRY_LIMIT_S = 30.0
+"""How long a lease that is renewed no more may take to run out: ttl and guard, and what the store's own stalls add."""
+STORE_AWAY_LIMIT_S = 600.0
+"""How long the store may take to say that it renews a lease no more. By then nobody serves this deployment."""
 LAST_WORD_WINDOW_S = 5.0
 """How long the reports of a member whose lease is gone are waited for: they say how its command ended."""
 
@@ -95,8 +108,10 @@ class Ending(Assembling):
     def _settle_lost(self, member: MemberRecord, *, heard_at: float | None) -> None:
         gang = self.gang
         is_being_replaced = member.reason is not None
-        message = f"Rank {member.rank}: {member.machine} was lost (its lease ran out)."
-        silent = blame.was_silent_before(self._failed_at, heard_at)
+        how = "it did not answer when it was stopped" if member.is_expiring else "its lease ran out"
+        message = f"Rank {member.rank}: {member.machine} was lost ({how})."
+        # A lease that had to be ended was renewed until then.
+        silent = not member.is_expiring and blame.was_silent_before(self._failed_at, heard_at)
         settled = self._settle(member, Settlement.LEASE_LAPSED, reason=Reason.MACHINE_LOST, message=message)
         settled = replace(settled, was_silent_first=silent)
         self._update(settled)
@@ -209,16 +224,49 @@ class Ending(Assembling):
         if gang.state in ASSEMBLY_STATES and not gang.barrier_open and not is_being_replaced:
             self._give_up(settled, reason, message)
 
+    # ---- when no proof comes ----------------------------------------------------------------------
+
+    def _on_fence_taken(self, event: FenceTaken) -> None:
+        member = self._current(event.incarnation)
+        if member is not None and not member.is_expiring:
+            self._due.fence[member.rank] = self._now.mono + event.grace_s + FENCE_LIMIT_S
+
+    def _end_overdue_fences(self) -> None:
+        """Members that hang while their keepers renew their leases: these are to run out (rule 4)."""
+        for rank in [r for r, due in self._due.fence.items() if self._now.mono >= due]:
+            del self._due.fence[rank]
+            member = self.gang.members[rank]
+            message = f"Rank {rank} on {member.machine} does not answer, or does not end: its lease is renewed no more."
+            self._announce("FenceOverdue", message, rank=rank)
+            self._expire(member)
+
+    def _expire(self, member: MemberRecord) -> None:
+        self._update(replace(member, is_expiring=True))
+        self._due.expiry[member.rank] = self._now.mono + STORE_AWAY_LIMIT_S
+        self._effects.append(ExpireLease(incarnation=member.incarnation))
+
+    def _on_lease_expiring(self, event: LeaseExpiring) -> None:
+        member = self._current(event.incarnation)
+        if member is None:
+            return
+        self._due.expiry[member.rank] = self._now.mono + EXPIRY_LIMIT_S
+        if event.is_over:
+            self._on_lease_gone(LeaseGone(incarnation=event.incarnation))
+
+    def _give_up_unproven(self) -> None:
+        """Neither the member nor its lease has ended: there is no proof, and there will be none."""
+        for rank in [r for r, due in self._due.expiry.items() if self._now.mono >= due]:
+            message = "it does not answer, and the store did not say that its lease had run out."
+            self._settle_unfenced(self.gang.members[rank], message)
+
     def _on_member_fence_failed(self, event: MemberFenceFailed) -> None:
         member = self._current(event.incarnation)
         if member is None:
             return
         member = self._beyond_barrier(member)  # there is something to kill: a command was started
-        message = f"Rank {member.rank} on {member.machine} could not be fenced: {event.message}"
-        self._settle(
-            replace(member, ended_at=event.at),
-            Settlement.FENCE_FAILED,
-            reason=Reason.FENCE_FAILED,
-            message=message,
-        )
+        self._settle_unfenced(replace(member, ended_at=event.at), event.message)
+
+    def _settle_unfenced(self, member: MemberRecord, why: str) -> None:
+        message = f"Rank {member.rank} on {member.machine} could not be fenced: {why}"
+        self._settle(member, Settlement.FENCE_FAILED, reason=Reason.FENCE_FAILED, message=message)
         self._announce("FenceFailed", message, reason=Reason.FENCE_FAILED, rank=member.rank)

@@ -147,6 +147,22 @@ class MemberRevoked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FenceTaken:
+    """The member's agent runs, and has been told to stop its command within `grace_s` (seconds)."""
+
+    incarnation: Incarnation
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseExpiring:
+    """The store renews the member's lease no more. `is_over`: it had run out, or been given back, before."""
+
+    incarnation: Incarnation
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
     """The manifest of a checkpoint that was wished for is in the store."""
 
@@ -219,6 +235,8 @@ GangEvent = (
     | MemberSuspected
     | MemberVanished
     | MemberRevoked
+    | FenceTaken
+    | LeaseExpiring
     | CheckpointWritten
     | CheckpointLacking
     | CancelRequested

@@ -37,7 +37,9 @@ from coordinator.core.events import (
     CheckpointWritten,
     CoordinatorRecovered,
     FaultRehearsed,
+    FenceTaken,
     GangEvent,
+    LeaseExpiring,
     LeaseGone,
     LeaseLapsed,
     MachineReclaimed,
@@ -140,6 +142,8 @@ class GangCore(Ending):
     def _on_time_passed(self, event: TimePassed) -> None:
         due, now = self._due, self._now.mono
         self._settle_silent()
+        self._end_overdue_fences()
+        self._give_up_unproven()
         self._give_up_absent()
         self._fail_overdue_assembly()
         if due.backoff is not None and now >= due.backoff:
@@ -394,6 +398,8 @@ class GangCore(Ending):
             self._failed_at = self._now.mono
         if gang.outcome is not None:
             self._effects.extend(self._fence_effects())
+            for member in [m for m in gang.members.values() if m.is_expiring and m.settlement is None]:
+                self._expire(member)
             return
         if gang.state in ASSEMBLY_STATES:
             self._due.assembly = self._now.mono + gang.assembly_left_s
@@ -426,6 +432,8 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     MemberVanished: GangCore._on_member_vanished,
     MemberSuspected: GangCore._on_member_suspected,
     MemberRevoked: GangCore._on_member_revoked,
+    FenceTaken: GangCore._on_fence_taken,
+    LeaseExpiring: GangCore._on_lease_expiring,
     CancelRequested: GangCore._on_cancel_requested,
     SuspendRequested: GangCore._on_suspend_requested,
     ResumeRequested: GangCore._on_resume_requested,

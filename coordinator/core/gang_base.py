@@ -49,12 +49,25 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 ASSEMBLY_STATES = frozenset({RunState.ASSEMBLING, RunState.STARTING})
 RESTING_STATES = frozenset({RunState.PENDING, RunState.SUSPENDED})
 """No epoch is under way."""
+FENCE_TAKEN_LIMIT_S = 30.0
+"""How long, over the grace period, a member may take to answer that it has been told to stop: a busy machine's agent
+answers in seconds."""
 
 
 class Deadlines:
     """When what is due, on the monotonic clock. Not durable: what has to survive a crash is in the state too."""
 
-    __slots__ = ("appear", "assembly", "backoff", "commit", "healthy", "judgement", "last_words")
+    __slots__ = (
+        "appear",
+        "assembly",
+        "backoff",
+        "commit",
+        "expiry",
+        "fence",
+        "healthy",
+        "judgement",
+        "last_words",
+    )
 
     def __init__(self) -> None:
         self.assembly: float | None = None
@@ -65,13 +78,18 @@ class Deadlines:
         self.judgement: float | None = None
         self.appear: dict[Rank, float] = {}
         """By when a member that was ordered has to have registered."""
+        self.fence: dict[Rank, float] = {}
+        """By when a member that was told to stop has to have answered, or confirmed."""
+        self.expiry: dict[Rank, float] = {}
+        """By when a lease that is renewed no more has to be over."""
         self.last_words: dict[Rank, float] = {}
         """When to stop waiting for the report of a member whose lease is gone."""
 
     def next(self) -> float | None:
         """The first of them."""
         single = (self.assembly, self.backoff, self.commit, self.healthy, self.judgement)
-        several = (*self.appear.values(), *self.last_words.values())
+        by_rank = (self.appear, self.fence, self.expiry, self.last_words)
+        several = (due for deadlines in by_rank for due in deadlines.values())
         return min((d for d in (*single, *several) if d is not None), default=None)
 
 
@@ -132,8 +150,8 @@ class GangBase:
             member = replace(member, reason=reason, message=message)
         ended_at = member.ended_at or self._now.wall
         settled = replace(member, settlement=settlement, ended_at=ended_at)
-        self._due.last_words.pop(member.rank, None)
-        self._due.appear.pop(member.rank, None)
+        for deadlines in (self._due.last_words, self._due.appear, self._due.fence, self._due.expiry):
+            deadlines.pop(member.rank, None)
         self._update(settled)
         return settled
 
@@ -182,9 +200,10 @@ class GangBase:
         if not gang.barrier_closed and not is_success:
             effects.append(CloseBarrier(epoch=gang.epoch))
         grace_s = gang.plan.grace_period_s if grace_s is None else min(grace_s, gang.plan.grace_period_s)
-        effects.extend(
-            FenceMember(incarnation=m.incarnation, grace_s=grace_s)
-            for m in gang.members.values()
-            if m.settlement is None
-        )
+        effects.extend(self._fence(m, grace_s) for m in gang.members.values() if m.settlement is None)
         return effects
+
+    def _fence(self, member: MemberRecord, grace_s: float) -> FenceMember:
+        if not member.is_expiring:
+            self._due.fence[member.rank] = self._now.mono + grace_s + FENCE_TAKEN_LIMIT_S
+        return FenceMember(incarnation=member.incarnation, grace_s=grace_s)

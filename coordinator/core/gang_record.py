@@ -171,6 +171,7 @@ def _member_record(member: MemberRecord) -> dict[str, Any]:
         "message": member.message,
         "was_silent_first": member.was_silent_first,
         "fenced_itself": member.fenced_itself,
+        "is_expiring": member.is_expiring,
     }
 
 
@@ -194,6 +195,7 @@ def _member_from(record: dict[str, Any]) -> MemberRecord:
         message=record["message"],
         was_silent_first=record["was_silent_first"],
         fenced_itself=record["fenced_itself"],
+        is_expiring=record.get("is_expiring", False),  # younger than the schema
     )
 
 

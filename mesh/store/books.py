@@ -41,6 +41,8 @@ class Lease:
     """Where its last grant or renewal came from; None after that connection closed."""
     heard_at: float | None = None
     """When its holder's last grant or renewal was received; None while only the coordinator has spoken for it."""
+    is_expiring: bool = False
+    """Nobody renews it any more, whoever asks."""
     is_over: bool = False
 
     def renew(self, now: float) -> None:

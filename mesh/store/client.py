@@ -177,6 +177,20 @@ class StoreClient:
         """
         await self._ask(ms.Admit(0, gang, epoch, rank, token, instead_of), ms.Done)
 
+    async def expire(
+        self,
+        gang: RunUid,
+        epoch: Epoch,
+        rank: Rank,
+        token: IncarnationToken,
+        *,
+        ttl_s: float,
+        guard_s: float,
+    ) -> bool:
+        """Its lease is renewed no more (see `ms.Expire`); returns whether it is over already."""
+        request = ms.Expire(0, gang, epoch, rank, token, ttl_s, guard_s)
+        return bool((await self._ask(request, ms.Number)).value)
+
     async def watch(self) -> None:
         """From now on `on_push` hears of every lease and barrier. What was before: `snapshot`."""
         await self._ask(ms.Watch(0), ms.Done)

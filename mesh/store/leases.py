@@ -9,14 +9,17 @@ Rules of this file:
    place of the one that had the rank (`admit`), which is over.
 4. An incarnation that the coordinator has given up (`revoke`) is as good as one whose lease is over, unless the start
    barrier has opened with it: then it may run, and only a fence ends it.
-5. Before a lease is found to be over the store asks whether it was itself stalled (`Books.absolve_stall`).
+5. A lease that is expiring (`expire`) is renewed no more. Its holder is told so at once, and the lease is over at its
+   time all the same: being told is no proof.
+6. Before a lease is found to be over the store asks whether it was itself stalled (`Books.absolve_stall`).
 """
 
 from __future__ import annotations
 
+from mesh.ids import IncarnationToken, Rank
 from mesh.reasons import Reason
 from mesh.store import messages as ms
-from mesh.store.books import Books, ConnectionId, Gang, Lease, Output
+from mesh.store.books import Barrier, Books, ConnectionId, Gang, Lease, Output
 from mesh.store.keys import over_limit
 from mesh.store.limits import TTL_S_MAX, TTL_S_MIN
 
@@ -33,17 +36,9 @@ def grant(
     refused = _grant_refusal(books, gang, request, lease)
     if refused is not None:
         return [(connection, refused)]
-    lease = Lease(
-        gang=gang.uid,
-        epoch=gang.epoch,
-        rank=rank,
-        token=request.token,
-        ttl_s=request.ttl_s,
-        guard_s=request.guard_s,
-        deadline=now + request.ttl_s + request.guard_s,
-        connection=None,
-        heard_at=now if books.roles[connection] is ms.Role.MEMBER else None,
-    )
+    lease = _new_lease(gang, request, now)
+    if books.roles[connection] is ms.Role.MEMBER:
+        lease.heard_at = now
     books.add_lease(gang, lease)
     books.hold(lease, connection)
     return [(connection, ms.Done(request.id))]
@@ -97,7 +92,7 @@ def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId,
         refused = over_limit(request.id, "characters in a token", limits.name_chars_max)
     elif start is None or start.payloads is None:
         refused = _conflict(request, "this store has not opened the start barrier")
-    elif (present := gang.admitted.get(rank, start.arrivals[rank].token)) != token:
+    elif (present := _who_passed(gang, start, rank)) != token:
         if request.instead_of != present:
             refused = _conflict(request, "the rank is another incarnation's")
         elif not gang.is_over(rank, present):
@@ -108,6 +103,27 @@ def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId,
             gang.admitted[rank] = token
             gang.ended[rank] = {present}
     return [(connection, refused or ms.Done(request.id))]
+
+
+def expire(
+    books: Books, gang: Gang, request: ms.Expire, connection: ConnectionId, now: float
+) -> list[Output]:
+    refused = _unfit(books, gang, request)
+    if refused is not None:
+        return [(connection, refused)]
+    start = gang.barriers.get(ms.START_BARRIER)
+    is_open = start is not None and start.payloads is not None
+    may_hold = start is None or not is_open or _who_passed(gang, start, request.rank) == request.token
+    if not may_hold or gang.is_over(request.rank, request.token):
+        return [(connection, ms.Number(request.id, 1))]
+    lease = gang.leases.get(request.rank)
+    if lease is not None and lease.token != request.token:
+        return [(connection, _conflict(request, "another incarnation holds its lease"))]
+    if lease is None:
+        lease = _new_lease(gang, request, now)
+        books.add_lease(gang, lease)
+    lease.is_expiring = True
+    return [(connection, ms.Number(request.id, 0))]
 
 
 def lapse(books: Books, lease: Lease, now: float) -> list[Output]:
@@ -139,6 +155,24 @@ def lost(request: ms.GrantLease | ms.ReleaseLease | ms.Arrive) -> ms.Refused:
     return ms.Refused(request.id, Reason.LEASE_LOST, message)
 
 
+def _who_passed(gang: Gang, start: Barrier, rank: Rank) -> IncarnationToken:
+    """Whose the rank's place is behind the open start barrier."""
+    return gang.admitted.get(rank, start.arrivals[rank].token)
+
+
+def _new_lease(gang: Gang, request: ms.GrantLease | ms.Expire, now: float) -> Lease:
+    return Lease(
+        gang=gang.uid,
+        epoch=gang.epoch,
+        rank=request.rank,
+        token=request.token,
+        ttl_s=request.ttl_s,
+        guard_s=request.guard_s,
+        deadline=now + request.ttl_s + request.guard_s,
+        connection=None,
+    )
+
+
 def _renew(
     books: Books, gang: Gang, lease: Lease, request_id: int, connection: ConnectionId, now: float
 ) -> list[Output]:
@@ -150,6 +184,11 @@ def _renew(
                 (connection, ms.Refused(request_id, Reason.LEASE_LOST, message)),
                 *lapse(books, lease, now),
             ]
+    if lease.is_expiring:
+        message = (
+            f"The lease of rank {lease.rank} in epoch {gang.epoch} of gang {gang.uid} is renewed no more."
+        )
+        return [(connection, ms.Refused(request_id, Reason.LEASE_LOST, message))]
     lease.heard_at = now
     lease.deadline = now + lease.ttl_s + lease.guard_s
     if lease.connection != connection:
@@ -162,12 +201,8 @@ def _grant_refusal(
 ) -> ms.Refused | None:
     rank = request.rank
     limits = books.limits
-    if not 0 <= rank < gang.size:
-        return _conflict(request, f"there are ranks 0 to {gang.size - 1} only")
-    if not TTL_S_MIN <= request.ttl_s <= TTL_S_MAX or not 0 <= request.guard_s <= TTL_S_MAX:
-        return _conflict(request, f"a lease lasts from {TTL_S_MIN} to {TTL_S_MAX} seconds")
-    if len(request.token) > limits.name_chars_max:
-        return over_limit(request.id, "characters in a token", limits.name_chars_max)
+    if (unfit := _unfit(books, gang, request)) is not None:
+        return unfit
     if gang.is_over(rank, request.token):
         return lost(request)
     if present is not None:
@@ -179,7 +214,19 @@ def _grant_refusal(
     return None
 
 
-def _conflict(request: ms.GrantLease | ms.Revoke | ms.Admit, why: str) -> ms.Refused:
+def _unfit(books: Books, gang: Gang, request: ms.GrantLease | ms.Expire) -> ms.Refused | None:
+    """What no lease can be."""
+    limits = books.limits
+    if not 0 <= request.rank < gang.size:
+        return _conflict(request, f"there are ranks 0 to {gang.size - 1} only")
+    if not TTL_S_MIN <= request.ttl_s <= TTL_S_MAX or not 0 <= request.guard_s <= TTL_S_MAX:
+        return _conflict(request, f"a lease lasts from {TTL_S_MIN} to {TTL_S_MAX} seconds")
+    if len(request.token) > limits.name_chars_max:
+        return over_limit(request.id, "characters in a token", limits.name_chars_max)
+    return None
+
+
+def _conflict(request: ms.GrantLease | ms.Revoke | ms.Admit | ms.Expire, why: str) -> ms.Refused:
     return ms.Refused(
         request.id,
         Reason.CONFLICT,

@@ -123,6 +123,23 @@ class Admit(NamedTuple):
     instead_of: IncarnationToken
 
 
+class Expire(NamedTuple):
+    """The lease of this incarnation is renewed no more: it runs out by its own time, and its lapse is told.
+
+    For a member that does not answer while its keeper goes on renewing. An incarnation without a lease is given one, as
+    by GrantLease, that nobody can renew: it may hold one of an earlier life of the store. Answered with Number: 1 when
+    its lease is over already, else 0.
+    """
+
+    id: int
+    gang: RunUid
+    epoch: Epoch
+    rank: Rank
+    token: IncarnationToken
+    ttl_s: float
+    guard_s: float
+
+
 class Watch(NamedTuple):
     """Push everything that happens to leases and barriers to this connection. Resync by Snapshot."""
 
@@ -246,8 +263,8 @@ class Delete(NamedTuple):
 
 LeaseRequest = GrantLease | ReleaseLease
 KeyRequest = Get | Set | Add | Wait | CompareAndSet | Delete
-GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier | Revoke | Admit
-AdminRequest = SetFloor | DropGang | CloseBarrier | Revoke | Admit | Watch | Gangs | Snapshot
+GangRequest = LeaseRequest | KeyRequest | Arrive | CloseBarrier | Revoke | Admit | Expire
+AdminRequest = SetFloor | DropGang | CloseBarrier | Revoke | Admit | Expire | Watch | Gangs | Snapshot
 Request = Hello | Ping | Cancel | GangRequest | AdminRequest
 DEFERRED = (Arrive, Wait)
 """Requests whose reply may take as long as it likes, so a caller that gives up has to say so."""

@@ -42,7 +42,7 @@ _HEADER_BYTES = 4
 _REQUESTS: tuple[type[Any], ...] = (
     ms.Hello, ms.Ping, ms.Cancel, ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Watch, ms.Gangs, ms.Snapshot,
     ms.GrantLease, ms.ReleaseLease, ms.Arrive, ms.Get, ms.Set, ms.Add, ms.Wait, ms.CompareAndSet, ms.Delete,
-    ms.Revoke, ms.Admit,
+    ms.Revoke, ms.Admit, ms.Expire,
 )  # fmt: skip
 _REPLIES: tuple[type[Any], ...] = (
     ms.Done, ms.Number, ms.Value, ms.Compared, ms.Opened, ms.Welcome, ms.GangList, ms.GangSnapshot, ms.Refused,
@@ -392,6 +392,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 counted with must fit 64 bits, which msgpack sees to."""
 _CHECKS: dict[type[Any], Callable[[tuple[Any, ...]], bool]] = {
     ms.GrantLease: _are_durations,
+    ms.Expire: _are_durations,
     ms.Wait: _are_texts,
     ms.SetFloor: _are_incarnations,
 }

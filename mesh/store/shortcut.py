@@ -62,6 +62,8 @@ class Shortcuts:
         lease = gang.leases.get(key)
         if lease is None or lease.token != given or lease.connection != connection or now >= lease.deadline:
             return None
+        if lease.is_expiring:
+            return None
         lease.heard_at = now
         lease.deadline = now + lease.ttl_s + lease.guard_s
         return begins  # type: ignore[no-any-return]

@@ -4,7 +4,8 @@ Rules of this file:
 1. Nothing that a peer can send raises; what cannot be done is a `Refused` and changes nothing.
 2. One gate, before any handler: a request of an older epoch is stale, one of an unknown gang or of an epoch that
    this store has not been told of yet may be tried again, and only the floor epoch gets through.
-3. Only an admin raises floors, closes barriers, gives up or admits incarnations, watches, or looks at gangs.
+3. Only an admin raises floors, closes barriers, gives up or admits incarnations, lets leases run out, watches, or looks
+   at gangs.
 4. A floor never goes down while its gang is known; a restarted store knows nothing, and says so.
 
 Theory of operation. The shell (`coordinator.store_actor`) numbers its connections, checks their secrets, and calls
@@ -37,14 +38,13 @@ _UNDER_AN_EPOCH: dict[type, _Handler] = {
     ms.ReleaseLease: leases.release,
     ms.Arrive: barrier.arrive,
 }
-_ADMIN = (
-    ms.SetFloor, ms.DropGang, ms.CloseBarrier, ms.Revoke, ms.Admit, ms.Watch, ms.Gangs, ms.Snapshot
-)  # fmt: skip
 _ADMIN_UNDER_AN_EPOCH: dict[type, _Handler] = {
     ms.CloseBarrier: barrier.close,
     ms.Revoke: leases.revoke,
     ms.Admit: leases.admit,
+    ms.Expire: leases.expire,
 }
+_ADMIN = (ms.SetFloor, ms.DropGang, ms.Watch, ms.Gangs, ms.Snapshot, *_ADMIN_UNDER_AN_EPOCH)
 
 
 class StoreState:
@@ -106,7 +106,7 @@ class StoreState:
                 return self._on_set_floor(request, connection, now)
             case ms.DropGang():
                 return self._on_drop_gang(request, connection)
-            case ms.CloseBarrier() | ms.Revoke() | ms.Admit():
+            case ms.CloseBarrier() | ms.Revoke() | ms.Admit() | ms.Expire():
                 gang = self._gangs.get(request.gang)
                 if gang is None or gang.epoch != request.epoch:
                     return [(connection, _turn_away(gang, request))]

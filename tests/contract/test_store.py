@@ -276,6 +276,7 @@ async def test_a_member_may_not_raise_floors_close_barriers_watch_or_look_at_gan
         member.set_floor(GANG, E2, 2),
         member.revoke(GANG, E1, Rank(0), token(0)),
         member.admit(GANG, E1, Rank(0), token(0, "b"), instead_of=token(0)),
+        member.expire(GANG, E1, Rank(0), token(0), ttl_s=TTL_S, guard_s=GUARD_S),
         member.drop_gang(GANG),
         member.close_barrier(GANG, E1),
         member.watch(),
@@ -306,6 +307,24 @@ async def test_a_lease_that_is_not_renewed_lapses_once_and_never_comes_back(
     assert lapsed.silent_s is not None and lapsed.silent_s >= TTL_S
     assert isinstance(await refused(lease(client, 0)), LeaseLostError)
     await lease(client, 0, life="b")
+
+
+async def test_an_expiring_lease_is_refused_to_its_holder_and_lapses(
+    store: StoreUnderTest, admin: StoreClient
+) -> None:
+    pushes: list[ms.Push] = []
+    watcher = await store.connect(ms.Role.ADMIN, on_push=pushes.append)
+    await watcher.watch()
+    client = await store.connect()
+    await lease(client, 0, ttl_s=TTL_S)
+    await lease(client, 0, ttl_s=TTL_S)  # as the short way knows it
+    terms = {"ttl_s": TTL_S, "guard_s": GUARD_S}
+    assert await admin.expire(GANG, E1, Rank(0), token(0), **terms) is False
+    assert isinstance(await refused(lease(client, 0, ttl_s=TTL_S)), LeaseLostError)
+    await store.until(lambda: bool(pushes))
+    (lapsed,) = pushes
+    assert isinstance(lapsed, ms.LeaseLapsed) and lapsed[:4] == (GANG, E1, Rank(0), token(0))
+    assert await admin.expire(GANG, E1, Rank(0), token(0), **terms) is True
 
 
 async def test_a_lapsed_lease_takes_its_rank_from_the_barrier(

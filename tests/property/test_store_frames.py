@@ -35,6 +35,7 @@ requests = st.one_of(
     ),
     st.builds(ms.Revoke, ids, uids, epochs, ranks, tokens),
     st.builds(ms.Admit, ids, uids, epochs, ranks, tokens, tokens),
+    st.builds(ms.Expire, ids, uids, epochs, ranks, tokens, durations, durations),
     st.builds(ms.GrantLease, ids, uids, epochs, ranks, tokens, durations, durations),
     st.builds(ms.Arrive, ids, uids, epochs, ranks, tokens, texts, values),
     st.builds(ms.Get, ids, uids, epochs, texts),

@@ -37,6 +37,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.over: set[tuple[object, ...]] = set()
         self.revoked: set[tuple[object, ...]] = set()
         self.admitted: set[tuple[object, ...]] = set()
+        self.expiring: set[tuple[object, ...]] = set()
         self.renewed_at: dict[tuple[object, ...], float] = {}
         self.next_id = 1
         self.state.connected(ADMIN, ms.Role.ADMIN, hello_id=1)
@@ -75,6 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(outputs[0][1], ms.Done):
             key = (gang, epoch, rank, token)
             assert key not in self.over, "an incarnation that is over got a lease"
+            assert key not in self.expiring, "renewed although it is to run out"
             self.renewed_at[key] = self.now
 
     @rule(place=PLACES, gang=GANGS, epoch=EPOCHS, rank=RANKS, token=TOKENS)
@@ -114,6 +116,16 @@ class StoreMachine(RuleBasedStateMachine):
                 self.arrive(0, gang, epoch, rank, token)
                 self.release(1, gang, epoch, rank, token)
 
+    @rule(gang=GANGS, epoch=EPOCHS, rank=RANKS, token=TOKENS)
+    def expire(self, gang: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken) -> None:
+        ((_, reply), *_) = self.ask(ADMIN, ms.Expire, gang, epoch, rank, token, TTL_S, GUARD_S)
+        if isinstance(reply, ms.Number):
+            key = (gang, epoch, rank, token)
+            assert reply.value or key not in self.over, "it is over, and the store does not say so"
+            if not reply.value:
+                self.expiring.add(key)
+                self.renewed_at.setdefault(key, self.now)
+
     @rule(gang=GANGS, epoch=EPOCHS)
     def close_barrier(self, gang: RunUid, epoch: Epoch) -> None:
         ((_, reply), *_) = self.ask(ADMIN, ms.CloseBarrier, gang, epoch, "start")
@@ -150,6 +162,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.opened = {key: value for key, value in self.opened.items() if key[0] != gang}
         self.over = {key for key in self.over if key[0] != gang}
         self.revoked = {key for key in self.revoked if key[0] != gang}
+        self.expiring = {key for key in self.expiring if key[0] != gang}
+        self.renewed_at = {key: at for key, at in self.renewed_at.items() if key[0] != gang}
 
     @rule(seconds=st.floats(0.0, 2.0))
     def pass_time(self, seconds: float) -> None:

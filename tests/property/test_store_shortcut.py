@@ -37,6 +37,16 @@ admins = st.one_of(
     st.builds(ms.SetFloor, ids, gangs, epochs, st.just(1), st.just(False), st.just(())),
     st.builds(ms.DropGang, ids, gangs),
     st.builds(ms.Revoke, ids, gangs, epochs, st.just(Rank(0)), st.just(IncarnationToken("t"))),
+    st.builds(
+        ms.Expire,
+        ids,
+        gangs,
+        epochs,
+        st.just(Rank(0)),
+        st.just(IncarnationToken("t")),
+        st.just(1.0),
+        st.just(0.1),
+    ),
 )
 steps = st.one_of(
     st.tuples(st.sampled_from([FIRST, SECOND]), members),

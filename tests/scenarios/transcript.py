@@ -111,6 +111,10 @@ class Player:
             return ev.LeaseLapsed(incarnation=incarnation)
         if word == "gone":
             return ev.LeaseGone(incarnation=incarnation)
+        if word == "taken":
+            return ev.FenceTaken(incarnation=incarnation, grace_s=float(plain[1]))
+        if word == "expiring":
+            return ev.LeaseExpiring(incarnation=incarnation, is_over="over" in plain)
         if word == "suspected":
             return ev.MemberSuspected(incarnation=incarnation)
         if word == "revoked":
@@ -241,7 +245,7 @@ def _effect_text(effect: do.GangEffect) -> str:
         case CleanCheckpointStore():
             kept = f"checkpoints {', '.join(map(str, effect.numbers))}; parts {', '.join(effect.parts)}"
             return f"{name} but {kept}"
-        case do.RevokeMember() | do.DismissMember():
+        case do.RevokeMember() | do.DismissMember() | do.ExpireLease():
             return f"{name} rank {effect.incarnation.rank} of epoch {effect.incarnation.epoch}"
         case do.OpenEpoch() | do.CloseBarrier() | do.ForgetGang():
             return f"{name} epoch {effect.epoch}"

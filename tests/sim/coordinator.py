@@ -267,13 +267,17 @@ class SimCoordinator:
                 self.spawn((uid, "revoke", effect.incarnation), self._revoke(uid, effect))
             case do.FenceMember():
                 self.spawn((uid, "fence", effect.incarnation), self._fence(uid, effect))
+            case do.ExpireLease():
+                self.spawn((uid, "expire", effect.incarnation), self._expire(uid, effect))
             case do.DismissMember():
-                self.stop((uid, "order", effect.incarnation))
-                self.stop((uid, "fence", effect.incarnation))
+                for what in ("order", "fence", "expire"):
+                    self.stop((uid, what, effect.incarnation))
                 asking = self._ask(fleet.dismiss(effect.incarnation))
                 self.spawn((uid, "dismiss", effect.incarnation), asking)
             case do.ForgetGang():
-                for key in [k for k in self._tasks if k[0] == uid and k[1] in ("open", "close", "revoke")]:
+                for key in [
+                    k for k in self._tasks if k[0] == uid and k[1] in ("open", "close", "revoke", "expire")
+                ]:
                     self.stop(key)
                 self.spawn((uid, "forget", effect.epoch), self._insist_on(lambda: line.forget(uid)))
             case _:
@@ -341,6 +345,12 @@ class SimCoordinator:
         answer = yield from self._ask(self.world.fleet.fence(effect))
         if answer is GONE:
             self.tell(uid, ev.MemberVanished(incarnation=effect.incarnation, message="no actor"))
+        else:
+            self.tell(uid, ev.FenceTaken(incarnation=effect.incarnation, grace_s=effect.grace_s))
+
+    def _expire(self, uid: RunUid, effect: do.ExpireLease) -> Step[None]:
+        is_over = yield from self._insist_on(lambda: self.line.expire(effect.incarnation))
+        self.tell(uid, ev.LeaseExpiring(incarnation=effect.incarnation, is_over=is_over))
 
 
 def _about(event: ev.GangEvent) -> str:

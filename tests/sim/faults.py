@@ -19,6 +19,7 @@ class Incident(StrEnum):
     CUT_OFF = "cut off from everything"
     AGENT_DIED = "agent died"
     KEEPER_DIED = "keeper died"
+    MEMBER_HUNG = "agent stands still, its keeper does not"
     PROCESS_FAILED = "process failed"
     SLOW_NETWORK = "slow network"
     CLOCK_STEPPED = "wall clock stepped"
@@ -37,7 +38,8 @@ class Incident(StrEnum):
 
 USUAL = {
     Incident.MACHINE_LOST: 5, Incident.MACHINE_FROZEN: 5, Incident.CUT_FROM_STORE: 3, Incident.CUT_FROM_HEAD: 3,
-    Incident.CUT_OFF: 4, Incident.AGENT_DIED: 3, Incident.KEEPER_DIED: 2, Incident.PROCESS_FAILED: 3,
+    Incident.CUT_OFF: 4, Incident.AGENT_DIED: 3, Incident.KEEPER_DIED: 2, Incident.MEMBER_HUNG: 2,
+    Incident.PROCESS_FAILED: 3,
     Incident.SLOW_NETWORK: 2, Incident.CLOCK_STEPPED: 1, Incident.STORE_RESTARTED: 3, Incident.STORE_STALLED: 2,
     Incident.STORE_LINE_CUT: 2, Incident.COORDINATOR_CRASHED: 3, Incident.DISK_FULL: 1, Incident.RECLAIM: 3,
     Incident.CAPACITY_GONE: 1, Incident.CAPACITY_CAME: 2, Incident.CANCEL: 4, Incident.SUSPEND: 3,

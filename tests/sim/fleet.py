@@ -14,7 +14,7 @@ from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import JoinOrder
 from tests.sim.machine import Machine
 from tests.sim.member import SimMember
-from tests.sim.tasks import GONE, Begin, Resume
+from tests.sim.tasks import DOWN, GONE, Begin, Resume
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -201,6 +201,8 @@ class SimFleet:
             member = self.members[order.incarnation] = SimMember(self.world, order.incarnation, machine)
         if member.is_gone:
             return GONE
+        if member.is_hung:
+            return DOWN
         member.join(order)
         return None
 
@@ -214,6 +216,10 @@ class SimFleet:
         def act(member: SimMember) -> object:
             if member.is_gone:
                 return GONE
+            if member.is_hung:
+                if what == "leave":  # who does not leave by itself is killed
+                    member.die()
+                return DOWN
             getattr(member, what)(*arguments)
             return None
 

@@ -173,8 +173,20 @@ class Incidents:
                 machine.wall_offset += random.choice([-20.0, -4.0, 4.0])
             case Incident.RECLAIM:
                 self._reclaim(machine)
+            case Incident.MEMBER_HUNG:
+                self._hang_somebody(machine, until)
             case _:
                 self._end_something(kind, machine)
+
+    def _hang_somebody(self, machine: Machine, until: float) -> None:
+        """For ever, when it is being stopped already: nobody but its fence would notice."""
+        members = [m for m in machine.members if not m.is_gone]
+        if not members or members[-1].is_hung:
+            return
+        member = members[-1]
+        member.hang()
+        if self.world.coordinator.journal[member.incarnation.run_uid].state is not RunState.FENCING:
+            self.world.at(until, machine.run, member.stir, ())
 
     def _cut(self, kind: Incident, machine: Machine, for_s: float) -> None:
         random = self.world.random

@@ -37,6 +37,10 @@ class SimMember:
         self.keeper: SimKeeper | None = None
         self.process: SimProcess | None = None
         self.is_gone = False
+        self.is_hung = False
+        """Its process stands still; its keeper, its launcher and its command do not."""
+        self._unheard: list[ev.MemberEvent] = []
+        """What it is told while it stands still."""
         self._is_stopped = False
         """The launcher has been told to stop: what it has not started yet it does not start."""
         self._alarm_at: float | None = None
@@ -75,6 +79,17 @@ class SimMember:
         if self.keeper is not None:
             self.machine.after(self.world.random.uniform(0.0, 0.01), self.keeper.hear_parent_died)
 
+    def hang(self) -> None:
+        """It stands still."""
+        self.is_hung = True
+
+    def stir(self) -> None:
+        """It goes on."""
+        self.is_hung = False
+        unheard, self._unheard = self._unheard, []
+        for event in unheard:
+            self.handle(event)
+
     def vanish(self) -> None:
         """Its machine is gone, with keeper and command."""
         self.is_gone = True
@@ -83,6 +98,9 @@ class SimMember:
 
     def handle(self, event: ev.MemberEvent) -> None:
         if self.is_gone:
+            return
+        if self.is_hung:
+            self._unheard.append(event)
             return
         for effect in self.core.handle(event, self.machine.clock()):
             self._perform(effect)

@@ -158,10 +158,12 @@ class SimStore:
     def _handle(self, message: ms.Request, connection: ConnectionId) -> None:
         if isinstance(message, ms.Arrive | ms.GrantLease | ms.Snapshot):
             self._refresh_dozing(message.gang)
+        if isinstance(message, ms.Expire) and (keeper := self.keepers.get(message.token)) is not None:
+            keeper.rouse()
         now = self.clock()
         for to, reply in self.state.handle(message, connection, now):
             self._deliver(to, reply)
-        if isinstance(message, ms.GrantLease):
+        if isinstance(message, ms.GrantLease | ms.Expire):
             self._tick_on()
 
     def serve_key(self, process: SimProcess, kind: Any, fields: tuple[Any, ...]) -> None:

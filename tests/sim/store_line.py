@@ -153,6 +153,12 @@ class StoreLine:
             self._trust.gave_up(me)
         return has_passed
 
+    def expire(self, incarnation: Incarnation) -> Step[bool]:
+        me = incarnation
+        key = (me.run_uid, me.epoch, me.rank, me.token)
+        reply = yield self.ask(ms.Expire, *key, LEASE_TTL_S, LEASE_GUARD_S)
+        return bool(_answer(reply).value)
+
     def forget(self, uid: RunUid) -> Step[None]:
         _answer((yield self.ask(ms.DropGang, uid)))
         self._trust.forget(uid)
@@ -219,10 +225,12 @@ class StoreLine:
     def _account_for(self, gang: Gang, members: list[MemberRecord]) -> Step[None]:
         uid, epoch = gang.uid, gang.epoch
         for member in members:
+            kind = ms.Expire if member.is_expiring else ms.GrantLease
             reply = yield self.ask(
-                ms.GrantLease, uid, epoch, member.rank, member.incarnation.token, LEASE_TTL_S, LEASE_GUARD_S
+                kind, uid, epoch, member.rank, member.incarnation.token, LEASE_TTL_S, LEASE_GUARD_S
             )
-            if isinstance(reply, ms.Refused) and reply.reason is Reason.LEASE_LOST:
+            is_over = isinstance(reply, ms.Number) and bool(reply.value)
+            if is_over or (isinstance(reply, ms.Refused) and reply.reason is Reason.LEASE_LOST):
                 self.coordinator.tell(uid, ev.LeaseGone(incarnation=member.incarnation))
             elif not _is_stale(reply) and not _is_conflict(reply):
                 _answer(reply)

@@ -63,6 +63,19 @@ class NoGate(StoreState):
         return super().handle(request, connection, now)
 
 
+class ExpiresAtOnce(StoreState):
+    """A lease that is to be renewed no more is over there and then, whatever its holder knows."""
+
+    def handle(self, request: Any, connection: Any, now: float) -> list[Output]:
+        outputs = super().handle(request, connection, now)
+        if isinstance(request, ms.Expire):
+            gang = self.books.gangs.get(request.gang)
+            lease = None if gang is None else gang.leases.get(request.rank)
+            if lease is not None and lease.token == request.token:
+                outputs = [*outputs, *leases.lapse(self.books, lease, now)]
+        return outputs
+
+
 class SharedKeys(StoreState):
     """Keeps the keys of the epoch before."""
 
@@ -129,6 +142,13 @@ class AllIsClean(GangCore):
 
     def _vacate(self, rank: Any, *, is_clean: bool) -> Any:
         return super()._vacate(rank, is_clean=True)
+
+
+class WaitsForEver(GangCore):
+    """A member that does not answer its fence is waited for."""
+
+    def _end_overdue_fences(self) -> None:
+        self._due.fence.clear()
 
 
 class ForgetsWishes(GangCore):
@@ -235,6 +255,22 @@ MUTANTS = (
         faults=mostly({Incident.MACHINE_FROZEN: 1}, latency_s=0.2, thaws_without_network=1.0),
     ),
     Mutant(name="self-fence missing", caught_by="^1: ", parts=Parts(lease=NeverFencesItself)),
+    Mutant(
+        name="overdue fence waited for",
+        caught_by="^9: liveness",
+        parts=Parts(gang_core=WaitsForEver),
+        faults=mostly({Incident.MEMBER_HUNG: 1}, incidents_in=(RunState.FENCING,), exit_badly=0.4),
+    ),
+    Mutant(
+        name="lease ended at once",
+        caught_by="^1: |^9: a healthy member was declared lost",
+        parts=Parts(store_state=ExpiresAtOnce),
+        faults=mostly(
+            {Incident.MEMBER_HUNG: 1, Incident.CANCEL: 1},
+            at_most=8,
+            incidents_in=(RunState.RUNNING, RunState.FENCING),
+        ),
+    ),
     Mutant(name="clocks drift beyond the guard", caught_by="^1: ", faults=Faults(clock_drift=0.3)),
     Mutant(name="next epoch before all are settled", caught_by="^1: ", parts=Parts(gang_core=DoesNotWait)),
     Mutant(

@@ -39,6 +39,7 @@ REQUESTS: list[ms.Request] = [
     ms.Add(15, GANG, E1, "k", -(2**63)), ms.Wait(16, GANG, E1, ("a", "b")),
     ms.CompareAndSet(17, GANG, E1, "k", None, b"v"), ms.Delete(18, GANG, E1, "k"),
     ms.Revoke(19, GANG, E1, R0, TOKEN), ms.Admit(20, GANG, E1, R0, TOKEN, IncarnationToken("s")),
+    ms.Expire(21, GANG, E1, R0, TOKEN, 3.0, 0.3),
 ]  # fmt: skip
 MESSAGES: list[ms.Message] = [
     ms.Done(1), ms.Done(2**31 - 1), ms.Number(1, -(2**63)), ms.Number(300, 2**63 - 1), ms.Value(3, b"\xff"),

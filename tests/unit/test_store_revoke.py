@@ -43,6 +43,14 @@ class Store:
     def revoke(self, rank: int, life: str = "a", *, epoch: Epoch = E1) -> list[Output]:
         return self.ask(ADMIN, ms.Revoke, GANG, epoch, Rank(rank), token(rank, life))
 
+    def expire(self, rank: int, life: str = "a", *, epoch: Epoch = E1, ttl_s: float = 3.0) -> list[Output]:
+        return self.ask(ADMIN, ms.Expire, GANG, epoch, Rank(rank), token(rank, life), ttl_s, 0.3)
+
+    def pass_time(self) -> list[Output]:
+        """It has ticked all the while."""
+        self.state.books.last_tick = self.now
+        return self.state.tick(self.now)
+
     def open(self) -> None:
         self.lease(FIRST, 0)
         self.lease(SECOND, 1)
@@ -177,3 +185,64 @@ def test_a_floor_with_senseless_revocations_changes_nothing() -> None:
         assert reason(store.ask(ADMIN, ms.SetFloor, GANG, E2, 2, False, revoked)) is why
     (gangs,) = store.ask(ADMIN, ms.Gangs)
     assert gangs[1].gangs == (ms.GangFloor(GANG, E1, 2, True),)  # type: ignore[union-attr]
+
+
+# ---- a lease that is renewed no more ----------------------------------------------------------------
+
+
+def test_an_expiring_lease_is_renewed_no_more_and_lapses_by_its_own_time() -> None:
+    store = Store()
+    store.open()
+    assert number(store.expire(0)) == 0
+    store.now += 1.0
+    assert reason(store.lease(FIRST, 0)) is Reason.LEASE_LOST, "so that its keeper kills its tree at once"
+    assert reason(store.lease(ADMIN, 0)) is Reason.LEASE_LOST, "nor by the coordinator"
+    assert kinds(store.lease(SECOND, 1)) == [ms.Done], "nobody else's"
+    store.now += 2.2
+    assert store.pass_time() == [], "a refusal is no proof: its holder may not have heard it"
+    assert number(store.expire(0)) == 0, "asked again, it changes nothing"
+    store.now += 0.2
+    assert store.pass_time() == [(ADMIN, ms.LeaseLapsed(GANG, E1, Rank(0), token(0), store.now - 100.0))]
+    assert number(store.expire(0)) == 1, "it is over"
+    assert reason(store.lease(FIRST, 0)) is Reason.LEASE_LOST
+
+
+def test_an_expiring_lease_may_be_given_back() -> None:
+    store = Store()
+    store.lease(FIRST, 0)
+    store.expire(0)
+    outputs = store.ask(FIRST, ms.ReleaseLease, GANG, E1, Rank(0), token(0))
+    assert kinds(outputs) == [ms.Done, ms.LeaseReleased]
+
+
+def test_a_store_that_knows_no_lease_of_it_lets_one_run_out() -> None:
+    store = Store()
+    assert number(store.expire(0)) == 0, "it may hold one of this store's earlier life"
+    assert reason(store.lease(FIRST, 0)) is Reason.LEASE_LOST
+    store.now += 3.2
+    assert store.pass_time() == []
+    store.now += 0.2
+    assert store.pass_time() == [(ADMIN, ms.LeaseLapsed(GANG, E1, Rank(0), token(0), None))]
+
+
+def test_a_stall_of_the_store_gives_an_expiring_lease_its_time_as_well() -> None:
+    store = Store()
+    store.lease(FIRST, 0)
+    store.expire(0)
+    store.now += 10.0
+    assert store.state.tick(store.now) == [], "its holder may have seen that the store stood still"
+    store.now += 3.3
+    assert kinds(store.pass_time()) == [ms.LeaseLapsed]
+
+
+def test_what_cannot_expire_is_refused() -> None:
+    store = Store()
+    store.lease(FIRST, 0)
+    assert reason(store.expire(0, "b")) is Reason.CONFLICT, "another incarnation holds it"
+    assert reason(store.expire(2)) is Reason.CONFLICT
+    assert reason(store.expire(1, "x" * 600)) is Reason.LIMIT_EXCEEDED
+    assert reason(store.expire(1, ttl_s=1e9)) is Reason.CONFLICT
+    assert reason(store.expire(0, epoch=E2)) is Reason.UNKNOWN_GANG
+    assert kinds(store.lease(FIRST, 0)) == [ms.Done], "nothing was changed"
+    store.revoke(1)
+    assert number(store.expire(1)) == 1, "one that was given up is over"
