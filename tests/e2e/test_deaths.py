@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from coordinator.core.ending import EXPIRY_LIMIT_S
+from coordinator.core.gang_base import FENCE_TAKEN_LIMIT_S
 from mesh.messages import LEASE_TTL_S
 from tests.e2e.real_mesh import INCARNATION, RealMesh, wait_until
 
@@ -125,6 +127,21 @@ def test_a_death_on_a_machine_restarts_the_gang_and_leaves_no_orphan_of_the_epoc
     assert len(ends) == 1 and re.search(r"[Rr]ank [01]", ends[0]["message"]), ends
     mesh.cli("cancel", name)
     mesh.no_process_left(mesh.ended(name))
+
+
+@pytest.mark.long
+def test_an_agent_that_stands_still_holds_no_cancel_up(mesh: RealMesh) -> None:
+    """Its keeper goes on renewing the lease: the fence has to come to its end without either's word."""
+    name = mesh.submit("--nodes", "2", "--grace-period", "1s", "--", "bash", "-c", LEAVES_DAEMONS)
+    mesh.running(name)
+    mesh.wait_for_print(name, "ready", 0, 1)
+    _member(mesh, name, 1).send_signal(signal.SIGSTOP)
+    mesh.cli("cancel", name)
+    limit_s = 1.0 + FENCE_TAKEN_LIMIT_S + EXPIRY_LIMIT_S + 30.0
+    run = mesh.wait_for(name, "Cancelled", limit_s=limit_s)
+    kinds = [event["kind"] for event in mesh.events(name)]
+    assert kinds.index("FenceOverdue") < kinds.index("MemberLost") < kinds.index("Cancelled"), kinds
+    mesh.no_process_left(run)
 
 
 def _running_again(mesh: RealMesh, name: str) -> dict[str, Any] | None:

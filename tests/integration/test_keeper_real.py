@@ -14,11 +14,14 @@ import pytest
 from agents import process_tree
 from agents.core import events as ev
 from agents.keeper_process import KeeperProcess
+from coordinator.store_actor import StoreServer
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, new_run_uid, new_token
 from mesh.messages import JoinOrder
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
 from mesh.states import Transport
+from mesh.store import messages as ms
+from mesh.store.client import StoreClient
 from tests.fakes.store import FakeStore
 
 LIMIT_S = 20.0
@@ -27,14 +30,14 @@ LIMIT_S = 20.0
 class Kept:
     """A keeper, the command that it answers for, and what it told."""
 
-    def __init__(self, store: FakeStore, *, ttl_s: float = 1.0, watches_silence: bool = True) -> None:
+    def __init__(self, store: Endpoint, *, ttl_s: float = 1.0, watches_silence: bool = True) -> None:
         self.me = Incarnation(run_uid=new_run_uid(), epoch=Epoch(3), rank=Rank(0), token=new_token())
         self.told: list[ev.MemberEvent] = []
         order = JoinOrder(
             incarnation=self.me,
             plan=RunPlan(name=RunName("job"), command=("true",)),
             machine=MachineName("m0"),
-            store=store.endpoint,
+            store=store,
             logs=Endpoint(host="127.0.0.1", port=1, secret=""),
             transport=Transport.PRIVATE,
             lease_ttl_s=ttl_s,
@@ -58,6 +61,13 @@ class Kept:
         environment = {"PATH": os.environ["PATH"], "NODUS_INCARNATION": str(self.me)}
         self.late = subprocess.Popen(["sleep", "600"], env=environment)
         return self.late.pid
+
+    async def end(self) -> None:
+        await self.keeper.close()
+        await asyncio.to_thread(process_tree.kill_incarnation, str(self.me))
+        for process in (self.command, self.late):
+            if process is not None:
+                process.wait(LIMIT_S)
 
     def states(self) -> list[str]:
         return sorted(p.state for p in process_tree.find(str(self.me)).values())
@@ -90,15 +100,11 @@ async def store() -> AsyncIterator[FakeStore]:
 
 @pytest.fixture(params=[True])
 async def kept(store: FakeStore, request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
-    kept = Kept(store, watches_silence=request.param)
+    kept = Kept(store.endpoint, watches_silence=request.param)
     kept.start_command()
     await until(lambda: len(kept.states()) >= 3)
     yield kept
-    await kept.keeper.close()
-    await asyncio.to_thread(process_tree.kill_incarnation, str(kept.me))
-    for process in (kept.command, kept.late):
-        if process is not None:
-            process.wait(LIMIT_S)
+    await kept.end()
 
 
 async def test_it_takes_the_lease_renews_it_and_gives_it_back(store: FakeStore, kept: Kept) -> None:
@@ -126,7 +132,7 @@ async def test_a_newer_epoch_ends_the_tree_at_once(store: FakeStore, kept: Kept)
 
 
 async def test_a_store_that_is_restarted_and_learns_of_the_gang_late_costs_nothing(store: FakeStore) -> None:
-    kept = Kept(store, ttl_s=8.0)
+    kept = Kept(store.endpoint, ttl_s=8.0)
     await kept.granted()
     await store.stop()
     store.floor = None
@@ -141,7 +147,7 @@ async def test_a_store_that_is_restarted_and_learns_of_the_gang_late_costs_nothi
 
 async def test_a_refused_lease_is_told_with_its_reason(store: FakeStore) -> None:
     store.floor = 9
-    kept = Kept(store)
+    kept = Kept(store.endpoint)
     await kept.keeper.start()
     await until(lambda: bool(kept.told))
     (event,) = kept.told
@@ -151,7 +157,7 @@ async def test_a_refused_lease_is_told_with_its_reason(store: FakeStore) -> None
 
 
 async def test_a_wrong_secret_is_refused_at_once(store: FakeStore) -> None:
-    kept = Kept(store)
+    kept = Kept(store.endpoint)
     store.secret = "another"
     await kept.keeper.start()
     await until(lambda: bool(kept.told))
@@ -250,3 +256,34 @@ def member_process() -> Iterator[Callable[[Kept], subprocess.Popen[bytes]]]:
 def stopped(pid: int | None) -> str:
     process = process_tree.read_process(pid or 0)
     return process.state if process else ""
+
+
+async def test_a_lease_that_is_renewed_no_more_ends_the_tree_before_it_lapses() -> None:
+    """Its member is not asked: it may stand still."""
+    server = StoreServer(host="127.0.0.1", port=0, admin_secret="a", member_secret="m")
+    address = await server.start()
+    pushes: list[ms.Push] = []
+    was_alive: list[bool] = []
+    kept = Kept(Endpoint(host=address.host, port=address.port, secret="m"))
+
+    def on_push(push: ms.Push) -> None:
+        pushes.append(push)
+        was_alive.append(bool(process_tree.find(str(kept.me))))
+
+    endpoint = Endpoint(host=address.host, port=address.port, secret="a")
+    admin = await StoreClient.connect(endpoint, on_push=on_push)
+    me = kept.me
+    try:
+        await admin.set_floor(me.run_uid, me.epoch, 1)
+        await admin.watch()
+        await kept.granted()
+        kept.start_command()
+        await until(lambda: len(kept.states()) >= 2)
+        assert not await admin.expire(me.run_uid, me.epoch, me.rank, me.token, ttl_s=1.0, guard_s=0.1)
+        assert (await kept.lost()).reason is Reason.LEASE_LOST
+        await until(lambda: ms.LeaseLapsed in map(type, pushes))
+        assert not was_alive[-1], "declared lost while something of it ran"
+    finally:
+        await kept.end()
+        await admin.close()
+        await server.stop("the test is over")
