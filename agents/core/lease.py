@@ -177,17 +177,16 @@ class Lease:
 
     def handle(self, event: LeaseEvent, now: float) -> list[LeaseEffect]:
         """Takes one event and returns the effects that it leads to."""
-        handler = _HANDLERS[type(event)]
-        steps: list[Callable[[], None]] = [
-            lambda: self._look_at_the_clock(now),
-            lambda: handler(self, event, now),
-            lambda: self._act_on_time(now),
-        ]
-        if isinstance(event, Confirmed | StoreStoodStill | StoreGone):
-            steps[:2] = reversed(steps[:2])  # it may be the very renewal that the clock asks for
-        for step in steps:
-            if self.state.phase is not LeasePhase.OVER:
-                step()
+        state = self.state
+        may_renew = isinstance(event, _MAY_RENEW)
+        if not may_renew:
+            self._look_at_the_clock(now)
+        if state.phase is not LeasePhase.OVER:
+            _HANDLERS[type(event)](self, event, now)
+        if may_renew:
+            self._look_at_the_clock(now)
+        if state.phase is not LeasePhase.OVER:
+            self._act_on_time(now)
         return self._flush(now)
 
     def next_deadline(self) -> float | None:
@@ -195,11 +194,14 @@ class Lease:
         state = self.state
         if state.phase is LeasePhase.OVER:
             return None
-        times: list[float | None] = [state.connect_at, self._connection_deadline()]
-        if state.connected and state.sent_at is None:
-            times.append(state.request_at)
-        times.append(self.end_at if state.phase is LeasePhase.HOLDING else state.give_up_at)
-        return min(t for t in times if t is not None)
+        is_idle = state.connected and state.sent_at is None
+        times = (
+            state.connect_at,
+            self._connection_deadline(),
+            state.request_at if is_idle else None,
+            self.end_at if state.phase is LeasePhase.HOLDING else state.give_up_at,
+        )
+        return min([t for t in times if t is not None])
 
     @property
     def end_at(self) -> float | None:
@@ -229,8 +231,8 @@ class Lease:
         if state.phase is not LeasePhase.HOLDING and now >= state.give_up_at:
             self._give_up()
             return
-        dead = self._connection_deadline()
-        if any(t is not None and now >= t for t in (dead, state.connect_at)):
+        dead, connect_at = self._connection_deadline(), state.connect_at
+        if (dead is not None and now >= dead) or (connect_at is not None and now >= connect_at):
             self._connect(now)
         if (
             state.connected
@@ -434,7 +436,7 @@ class Lease:
 
     def _request(self, now: float) -> None:
         state = self.state
-        op = {LeasePhase.RELEASING: "release", LeasePhase.ACQUIRING: "grant"}.get(state.phase, "renew")
+        op = _OPS.get(state.phase, "renew")
         if state.sent_at is not None:
             state.request_id += 1  # its answer may still come, and is not the answer to this one
         state.sent_at = now
@@ -456,6 +458,9 @@ class Lease:
         return effects
 
 
+_OPS: Mapping[LeasePhase, str] = {LeasePhase.RELEASING: "release", LeasePhase.ACQUIRING: "grant"}
+_MAY_RENEW = (Confirmed, StoreStoodStill, StoreGone)
+"""Each may be the very renewal that the clock asks for, so it is looked at before the clock."""
 _HANDLERS: Mapping[type[LeaseEvent], Callable[..., None]] = {
     Connected: Lease._on_connected,
     ConnectionLost: Lease._on_connection_lost,

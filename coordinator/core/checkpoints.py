@@ -130,7 +130,7 @@ class _Question:
     waiting: frozenset[Rank]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Checkpoints:
     """A run's."""
 
@@ -414,8 +414,7 @@ class Checkpoints:
     def snapshot(self) -> Checkpoints:
         """A copy that later events do not touch."""
         twin = object.__new__(Checkpoints)
-        for name in Checkpoints.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin.__dict__.update(self.__dict__)
         twin.committed = list(self.committed)
         twin._parts = {rank: list(parts) for rank, parts in self._parts.items()}
         return twin

@@ -88,9 +88,9 @@ class Deadlines:
     def next(self) -> float | None:
         """The first of them."""
         single = (self.assembly, self.backoff, self.commit, self.healthy, self.judgement)
-        by_rank = (self.appear, self.fence, self.expiry, self.last_words)
-        several = (due for deadlines in by_rank for due in deadlines.values())
-        return min((d for d in (*single, *several) if d is not None), default=None)
+        several = (self.appear, self.fence, self.expiry, self.last_words)
+        by_rank = [due for deadlines in several for due in deadlines.values()]
+        return min([d for d in (*single, *by_rank) if d is not None], default=None)
 
 
 class GangBase:

@@ -237,7 +237,7 @@ class Chapter:
     """What the restart after it was charged to; None when it was the last one, or its assembly was tried again."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Gang:
     """Everything a coordinator must not forget about one run."""
 
@@ -306,8 +306,7 @@ class Gang:
     def snapshot(self) -> Gang:
         """A copy that later events do not touch."""
         twin = object.__new__(Gang)
-        for name in Gang.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin.__dict__.update(self.__dict__)
         twin.members = dict(self.members)
         twin.attempts = list(self.attempts)
         twin.failures = list(self.failures)

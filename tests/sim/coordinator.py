@@ -177,12 +177,13 @@ class SimCoordinator:
                 return
             self._perform(uid, effect)
         deadline = shell.core.next_deadline()
-        if deadline is not None and deadline != shell.alarm:
+        if deadline != shell.alarm:
             shell.alarm = deadline
-            world.at(max(world.now, deadline), self._alarm, uid, shell)
+            if deadline is not None:
+                world.at(max(world.now, deadline), self._alarm, uid, shell, deadline)
 
-    def _alarm(self, uid: RunUid, shell: _Shell) -> None:
-        if self._shells.get(uid) is shell:
+    def _alarm(self, uid: RunUid, shell: _Shell, deadline: float) -> None:
+        if self._shells.get(uid) is shell and shell.alarm == deadline:
             shell.alarm = None
             self.tell(uid, ev.TimePassed())
 

@@ -6,6 +6,7 @@ What is scheduled on a machine happens on its own clock, waits while it is froze
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 from typing import TYPE_CHECKING, Any
 
 from mesh.ids import MachineName
@@ -139,7 +140,7 @@ class Machine:
     def latency(self) -> float:
         """Of one message from or to it."""
         world = self.world
-        delay_s = world.random.expovariate(1.0) * world.faults.latency_s
+        delay_s = -log(1.0 - world.random.random()) * world.faults.latency_s  # exponential
         if self.is_the_stores:
             return delay_s * 0.1
         if self.slow_until > world.now:

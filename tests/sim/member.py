@@ -44,6 +44,7 @@ class SimMember:
         self._is_stopped = False
         """The launcher has been told to stop: what it has not started yet it does not start."""
         self._alarm_at: float | None = None
+        self._alarm_number = 0
         self._arrival: Arrival | None = None
         self._barrier: Wire | None = None
         roll, faults = world.roll, world.faults
@@ -108,13 +109,18 @@ class SimMember:
 
     def _set_alarm(self) -> None:
         deadline = self.core.next_deadline()
-        if deadline is not None and deadline != self._alarm_at:
-            self._alarm_at = deadline
-            self.machine.after(max(0.0, deadline - self.machine.clock()) + 1e-6, self._alarm)
+        if deadline == self._alarm_at:
+            return
+        self._alarm_at = deadline
+        self._alarm_number += 1
+        if deadline is not None:
+            delay_s = max(0.0, deadline - self.machine.clock()) + 1e-6
+            self.machine.after(delay_s, self._alarm, self._alarm_number)
 
-    def _alarm(self) -> None:
-        self._alarm_at = None
-        self.handle(ev.DeadlinePassed(incarnation=self.incarnation))
+    def _alarm(self, number: int) -> None:
+        if number == self._alarm_number:
+            self._alarm_at = None
+            self.handle(ev.DeadlinePassed(incarnation=self.incarnation))
 
     def _soon(self, event: ev.MemberEvent) -> None:
         self.machine.after(0.002, self.handle, event)

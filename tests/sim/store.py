@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+_LOOKS_AT_LEASES = (ms.Arrive, ms.GrantLease, ms.Snapshot)
+
+
 class SimStore:
     """One store process after the other.
 
@@ -156,7 +159,7 @@ class SimStore:
     # ---- requests ---------------------------------------------------------------------------------
 
     def _handle(self, message: ms.Request, connection: ConnectionId) -> None:
-        if isinstance(message, ms.Arrive | ms.GrantLease | ms.Snapshot):
+        if isinstance(message, _LOOKS_AT_LEASES):
             self._refresh_dozing(message.gang)
         if isinstance(message, ms.Expire) and (keeper := self.keepers.get(message.token)) is not None:
             keeper.rouse()
