@@ -19,7 +19,7 @@ from coordinator.providers.base import MachineGone, ProvidedMachine
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
 from coordinator.ray_processes import RayProcesses
 from coordinator.warm_workers import WORKERS_READY
-from mesh.errors import DeploymentError, MeshTimeoutError, PlacementError, SpecError
+from mesh.errors import PlacementError, SpecError
 from mesh.reasons import Reason
 
 STARTED_TOGETHER_MAX = 8
@@ -96,9 +96,15 @@ class LocalProvider:
 
     async def _note(self, inventory: Inventory) -> None:
         # Before anything else: a name that may have been seen by anybody is never given again, whatever happens now.
+        added = set(inventory.indexes) - set(self._inventory.indexes)
         self._inventory = inventory
-        async with self._noting:
-            await asyncio.to_thread(self._state.write_inventory, self._inventory)
+        try:
+            async with self._noting:
+                await asyncio.to_thread(self._state.write_inventory, self._inventory)
+        except BaseException:
+            for index in added:  # nobody starts these: they hold no machine's place
+                self._inventory = self._inventory.without(index)
+            raise
 
     async def acquire(self, name: str) -> ProvidedMachine:
         if name in self._machines:
@@ -116,12 +122,14 @@ class LocalProvider:
         async with self._starts:
             try:
                 self._machines[name] = machine = await self._start(index)
-            except (DeploymentError, MeshTimeoutError) as error:
-                await self._forget(index)
-                await self._ray.stop_node(name)
+            except Exception as error:
+                try:
+                    await self._forget(index)
+                finally:
+                    await self._ray.stop_node(name)
                 raise PlacementError(
-                    f"The machine {name} did not come up: {error.message}",
-                    hint=error.hint,
+                    f"The machine {name} did not come up: {getattr(error, 'message', error)}",
+                    hint=getattr(error, "hint", ""),
                     reason=Reason.MACHINE_REFUSED,
                 ) from error
         return machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,11 @@ class Laptop:
             while sorted(self.provider.machines) != sorted(names):
                 await asyncio.sleep(0.001)
         assert self.raylets.running == set(names)
+
+    async def until_count(self, count: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while len(self.provider.machines) != count:
+                await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -188,3 +194,43 @@ async def test_a_fault_nobody_thought_of_ends_no_watch_over_the_machines(
         monkeypatch.setattr(one.provider, "release", fail_once)
         await one.lose("local-1")
         await one.until("local-2", "local-3")
+
+
+@pytest.mark.parametrize("works_first", [0, 1], ids=["the loss", "the new name"])
+async def test_a_full_disk_costs_no_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works_first: int
+) -> None:
+    """Whichever note cannot be written: a name that was drawn and never started holds no machine's place."""
+    async with laptop(tmp_path, machines=2) as one:
+        write = StateFolder.write_inventory
+        writes = 0
+
+        def fail_for_a_while(self: StateFolder, inventory: Inventory) -> None:
+            nonlocal writes
+            writes += 1
+            if works_first < writes < 4:
+                raise StorageError("the disk is full")
+            write(self, inventory)
+
+        monkeypatch.setattr(StateFolder, "write_inventory", fail_for_a_while)
+        with contextlib.suppress(StorageError):
+            await one.lose("local-1")
+        await one.until_count(2)
+
+
+async def test_a_raylet_that_cannot_be_spawned_is_tried_again_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an error of ours but of the system: no more processes, no more open files."""
+    async with laptop(tmp_path, machines=2) as one:
+        start = one.raylets.start_node
+        tries = [BlockingIOError(11, "Resource temporarily unavailable")]
+
+        async def fail_once(node: Any) -> None:
+            if tries:
+                raise tries.pop()
+            await start(node)
+
+        monkeypatch.setattr(one.raylets, "start_node", fail_once)
+        await one.lose("local-1")
+        await one.until("local-2", "local-4")
