@@ -26,10 +26,6 @@ import errno
 import os
 import struct
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
-
 STDOUT = 1
 STDERR = 2
 
@@ -129,9 +125,15 @@ def delete_acked(directory: str, offset: int) -> None:
 
 
 def mark_end(directory: str) -> None:
-    """Say that nothing more will come: for the survivor of a supervisor that was killed. Idempotent."""
+    """Say that nothing more will come: for the survivor of a supervisor that was killed. Idempotent.
+
+    On a disk that refuses it, nobody is told: the shipper then waits as long as its `drain` says.
+    """
     if not os.path.exists(f"{directory}/{END_NAME}"):
-        _write_file(f"{directory}/{END_NAME}", b"")
+        try:
+            _write_file(f"{directory}/{END_NAME}", b"")
+        except OSError:
+            return
 
 
 def loss_mark(byte_count: int, why: str) -> str:

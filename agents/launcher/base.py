@@ -24,7 +24,7 @@ from agents import control_group, process_tree, spool
 from agents.core import events as ev
 from agents.launcher.evidence import TAIL_BYTES_MAX
 from agents.launcher.plain import Plain
-from agents.launcher.strategy import CommandEnd, LauncherStrategy
+from agents.launcher.strategy import CommandEnd, Explanation, LauncherStrategy
 from agents.launcher.torchrun import ERROR_FILE_BYTES_MAX, Torchrun
 from agents.line_process import LineProcess
 from agents.signing_in import SERVES_VARIABLE, sign_in
@@ -214,8 +214,7 @@ class SupervisedCommand:
     async def _on_empty(self) -> None:
         if self._exit is None:
             raise RemoteProtocolError("The supervisor sent an empty tree before the exit.")
-        end = await asyncio.to_thread(self._look_at_the_end, self._exit)
-        explanation = self._strategy.explain(end)
+        explanation = await asyncio.to_thread(self._explain, self._exit)
         self._is_over = True
         self._events.put_nowait(
             ev.TreeEmpty(
@@ -225,13 +224,20 @@ class SupervisedCommand:
             )
         )
 
-    def _look_at_the_end(self, exit: ProcessExit) -> CommandEnd:
-        return CommandEnd(
-            exit=exit,
-            output=read_tail(self._spec.spool_dir),
-            error_file=_read_text(Path(self._spec.error_file)),
-            oom_killed=count_oom_kills() > self._oom_kills_before,
-        )
+    def _explain(self, exit: ProcessExit) -> Explanation:
+        """Blocking. What cannot be read or understood costs the words about the end, never the news of it."""
+        try:
+            return self._strategy.explain(
+                CommandEnd(
+                    exit=exit,
+                    output=read_tail(self._spec.spool_dir),
+                    error_file=_read_text(Path(self._spec.error_file)),
+                    oom_killed=count_oom_kills() > self._oom_kills_before,
+                )
+            )
+        except Exception:  # noqa: BLE001 - the guard: it is about whatever a command printed
+            _log.exception("Why %s ended cannot be told.", self._spec.incarnation)
+            return Explanation(evidence=CauseEvidence(exit=exit), last_lines=())
 
     async def _on_supervisor_lost(self, process: LineProcess) -> None:
         """The supervisor is gone without having said that the tree is empty: end the tree from here."""
@@ -247,13 +253,13 @@ class SupervisedCommand:
         if self._exit is None:
             self._exit = ProcessExit(signal=9)
             self._events.put_nowait(ev.CommandExited(incarnation=incarnation, exit=self._exit))
-        end = await asyncio.to_thread(self._look_at_the_end, self._exit)
+        explanation = await asyncio.to_thread(self._explain, self._exit)
         self._is_over = True
         self._events.put_nowait(
             ev.TreeEmpty(
                 incarnation=incarnation,
                 evidence=lost_evidence(f"{what}; the command was killed with it."),
-                last_lines=self._strategy.explain(end).last_lines,
+                last_lines=explanation.last_lines,
             )
         )
 

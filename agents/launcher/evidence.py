@@ -37,9 +37,9 @@ _PEER_ADDRESS = re.compile(
     r"\[((?:\d{1,3}\.){3}\d{1,3}|[0-9A-Fa-f:]*:[0-9A-Fa-f:]+)(?:%\w+)?\]:\d+"  # gloo: [10.0.0.2]:4242
     r"|remote peer ([\w.:-]+?)<\d+>",  # NCCL: remote peer 10.0.0.2<4242>
 )
-_PEER_RANK = re.compile(r"(?i)\branks? (\d+)\b[\d, ]* failed to pass monitoredBarrier")
-_RANK_PREFIX = re.compile(r"^\[(?:rank|default)(\d+)\]:\s?")
-_GOT_SIGNAL = re.compile(r"[\w.]*\bSignalException: Process \d+ got signal: (\d+)")
+_PEER_RANK = re.compile(r"(?i)\branks? (\d{1,9})\b[\d, ]* failed to pass monitoredBarrier")
+_RANK_PREFIX = re.compile(r"^\[(?:rank|default)(\d{1,9})\]:\s?")
+_GOT_SIGNAL = re.compile(r"[\w.]*\bSignalException: Process \d+ got signal: (\d{1,2})\b")
 """torchrun was told to stop: it forwards the signal, and exits with 1 all the same."""
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout)\b(?::|$)"

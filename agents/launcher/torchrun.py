@@ -44,13 +44,13 @@ _BLOCK = re.compile(
     r"^\[\d+\]:\n"
     r"  time      : [^\n]*\n"
     r"  host      : [^\n]*\n"
-    r"  rank      : (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)\n"
-    r"  exitcode  : (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)[^\n]*\n"
-    r"  error_file: (?P<file>[^\n]*)\n"
+    r"  rank      : (?P<rank>\d{1,9}) \(local_rank: \d+\)\n"
+    r"  exitcode  : (?P<code>-?\d{1,3}) \(pid: \d+\)[^\n]*\n"
+    r"  error_file: [^\n]*\n"
     r"  traceback : (?P<text>.*?)(?=^\[\d+\]:|^-{5,}|^={5,}|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-_FAILED_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: \d+\)")
+_FAILED_LINE = re.compile(r"failed \(exitcode: (?P<code>-?\d{1,3})\) local_rank: \d+ \(pid: \d+\)")
 _ROOT_TITLE = "Root Cause (first observed failure):"
 _NO_TRACEBACK = "To enable traceback see:"
 

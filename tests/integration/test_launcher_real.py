@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -15,6 +16,8 @@ from agents import process_tree
 from agents.core import events as ev
 from agents.launcher.base import LaunchSpec, SupervisedCommand, read_tail
 from agents.launcher.launcher import Launcher
+from agents.launcher.plain import Plain
+from agents.launcher.strategy import CommandEnd, Explanation
 from mesh.ids import Epoch, Incarnation, Rank, new_run_uid, new_token
 from mesh.messages import ProcessExit
 from mesh.reasons import Reason
@@ -220,6 +223,29 @@ async def test_a_killed_supervisor_takes_its_command_along_and_is_blamed_not_the
     assert empty.evidence.by_infrastructure
     assert "supervisor" in empty.evidence.message
     assert "ready" in empty.last_lines
+    assert process_tree.find(str(me)) == {}
+
+
+async def test_an_end_that_cannot_be_explained_is_told_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Plain, end: CommandEnd) -> Explanation:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(Plain, "explain", fail)
+    command, _ = await bench.start("bash", "-c", "exit 7")
+    exit, empty = await until_empty(command)
+    assert exit == ProcessExit(code=7) == empty.evidence.exit
+
+
+async def test_a_supervisor_and_its_spool_lost_together_are_told_all_the_same(bench: Bench) -> None:
+    command, me = await bench.start("bash", "-c", "echo ready; sleep 600")
+    await bench.wait_for_output("ready")
+    assert command.supervisor_pid is not None
+    shutil.rmtree(bench.folder / "spool-0")
+    os.kill(command.supervisor_pid, signal.SIGKILL)
+    _, empty = await until_empty(command)
+    assert empty.evidence.by_infrastructure
     assert process_tree.find(str(me)) == {}
 
 

@@ -10,7 +10,13 @@ from agents.launcher import evidence as words
 from agents.launcher.base import parse_oom_kills, strategy_for
 from agents.launcher.plain import Plain
 from agents.launcher.strategy import CommandEnd
-from agents.launcher.torchrun import Torchrun, failures_in, recorded_message, without_torchrun_words
+from agents.launcher.torchrun import (
+    Torchrun,
+    failures_in,
+    recorded_message,
+    root_failure,
+    without_torchrun_words,
+)
 from mesh.errors import LaunchError
 from mesh.messages import ProcessExit
 from mesh.states import LauncherKind
@@ -84,6 +90,11 @@ def test_a_summary_that_was_cut_off_leaves_the_log_line() -> None:
     output = torchrun_output("", root="", code=42).partition("Traceback")[0]
     evidence = Torchrun().explain(CommandEnd(exit=ONE, output=output)).evidence
     assert (evidence.exit, evidence.global_rank) == (ProcessExit(code=42), None)
+
+
+@pytest.mark.parametrize("code", ["9" * 5000, "-" + "9" * 30])
+def test_a_command_that_prints_nonsense_in_torchruns_words_is_no_workers_failure(code: str) -> None:
+    assert root_failure(f"[0] failed (exitcode: {code}) local_rank: 0 (pid: 3)\n") is None
 
 
 def test_words_without_a_newline_before_a_kill_are_kept_apart_from_torchruns_own() -> None:
