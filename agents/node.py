@@ -6,8 +6,10 @@ All that is Ray lies in this file and in `agents.launcher.actor`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -27,6 +29,8 @@ from mesh.messages import (
 )
 
 CONCURRENT_CALLS_MAX = 32
+_asking = ThreadPoolExecutor(1, thread_name_prefix="ask ray")
+"""A head that has vanished holds each look at its directory up for a minute: that must take no thread from a kill."""
 
 
 class MemberNodeActor:
@@ -40,7 +44,7 @@ class MemberNodeActor:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self._coordinator = _Coordinator(namespace=config.get("namespace", RAY_NAMESPACE))
+        self._coordinator = CoordinatorHandle(namespace=config.get("namespace", RAY_NAMESPACE))
         self._member = Member(
             MemberConfig(
                 address=config.get("address") or ray.util.get_node_ip_address(),
@@ -75,7 +79,7 @@ class MemberNodeActor:
             self._member.start()
 
 
-class _Coordinator:
+class CoordinatorHandle:
     """Takes reports to the coordinator, wherever it runs now: it may have been restarted."""
 
     def __init__(self, *, namespace: str) -> None:
@@ -86,9 +90,8 @@ class _Coordinator:
         """True when it was taken. Raises TransportError when the coordinator cannot be reached now."""
         try:
             if self._handle is None:
-                self._handle = await asyncio.to_thread(
-                    ray.get_actor, COORDINATOR_NAME, namespace=self._namespace
-                )
+                look = functools.partial(ray.get_actor, COORDINATOR_NAME, namespace=self._namespace)
+                self._handle = await asyncio.get_running_loop().run_in_executor(_asking, look)
             return bool(await self._handle.report.remote(report))
         except (RayError, ValueError) as error:
             self._handle = None
