@@ -155,12 +155,12 @@ class GangDriver:
 
     async def post_durably(self, event: GangEvent) -> None:
         """Returns when what the event changed is in the journal. Raises TransportError when the driver has ended."""
-        if self._is_over:
+        durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._is_over:
+            await self._inbox.put(_Letter(event, durable))
+        if self._is_over:  # perhaps while the inbox was full
             raise _driver_ended()
-        letter = _Letter(event, asyncio.get_running_loop().create_future())
-        await self._inbox.put(letter)
-        assert letter.durable is not None
-        await letter.durable
+        await durable
 
     @property
     def is_finished(self) -> bool:

@@ -13,7 +13,8 @@ from coordinator.core.events import BarrierOpened, GangEvent, Now, TimePassed
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang
 from coordinator.core.pace import STALLED_S
-from coordinator.gang_driver import GangDriver, real_now
+from coordinator.gang_driver import INBOX_MAX, GangDriver, real_now
+from mesh.errors import TransportError
 from mesh.ids import Epoch, RunName, RunUid, new_token
 from mesh.plan import RunPlan
 
@@ -76,3 +77,20 @@ async def test_what_lies_in_the_sockets_comes_before_the_deadline_that_was_slept
     await running
     ours.close()
     theirs.close()
+
+
+async def test_who_found_the_inbox_full_is_told_when_the_driver_ends() -> None:
+    class FailingCore(Core):
+        def handle(self, event: GangEvent, now: Now) -> list[Any]:
+            raise AssertionError("a bug")
+
+    driver = driver_of(FailingCore(real_now().mono + LIMIT_S))
+    for _ in range(INBOX_MAX):
+        driver.post(TimePassed())
+    waiting = asyncio.create_task(driver.post_durably(TimePassed()))
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError):
+        await driver.run()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(TransportError):
+            await waiting
