@@ -54,7 +54,7 @@ clean: ## remove what runs and tools left here; the environment stays
 	rm -rf .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find . -path "./$(VENV)" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
-sim: env ## a hundred thousand simulated gang lives; S="--seed 4711" tells one of them step by step
+sim: env ## a million simulated worlds, for a night; S="--seeds 100000" fewer, S="--seed 4711" one of them step by step
 	$(bin)/python -m tests.sim $(S)
 
 lab: env ## hosts as network namespaces, also the tests that take too long for every run (as root); L narrows it

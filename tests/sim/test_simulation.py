@@ -15,7 +15,7 @@ from tests.sim.faults import NO_FAULTS, Faults, Incident, only, shape_of
 from tests.sim.incidents import STATES
 from tests.sim.world import World
 
-PIECES, PIECE = 8, 500
+PIECES, PIECE = 20, 500
 """So many lives, in pieces that workers can share."""
 
 
