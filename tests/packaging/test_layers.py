@@ -15,9 +15,22 @@ CORES = (
     "coordinator/core",
     "agents/core",
     *(f"mesh/store/{name}.py" for name in ("state", "barrier", "books", "keys", "leases")),
+    *(f"mesh/net/{name}.py" for name in ("identity", "roster", "gate", "door")),
 )
 PURE = {"__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib"}
-PURE |= {"heapq", "itertools", "json", "math", "operator", "re", "string", "textwrap", "types", "typing"}
+PURE |= {
+    "heapq",
+    "ipaddress",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "re",
+    "string",
+    "textwrap",
+    "types",
+    "typing",
+}
 PURE |= set(PACKAGES)
 """What a core may import: our own vocabulary (import-linter knows which) and what only computes."""
 

@@ -1,0 +1,155 @@
+"""Reaches a machine's gateway: a connection, TLS, the proof that it is that machine, the preface and its answer.
+
+Rules of this file:
+1. Everything that can go wrong is one `DialRefused` with a reason; the socket is closed then.
+2. At most DIALS_PER_MACHINE at a time to one machine: below what its door grants one source, so that a burst of streams
+   of ours is never taken for a flood.
+3. Every wait has its limit, and the sum of them is DIAL_LIMIT_S at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from mesh.errors import AuthenticationError, RemoteProtocolError
+from mesh.ids import MachineName
+from mesh.net.channel import Channel, ChannelClosed
+from mesh.net.gate import WAIT_MAX_S, Refused
+from mesh.net.identity import MachineIdentity, PeerCertificate
+from mesh.net.preface import HEADER_BYTES, Answer, Preface, decode_answer, encode_preface, frame_length
+from mesh.net.refusals import Refusal
+from mesh.net.sockets import prepare
+from mesh.net.tls import peer_certificate
+
+CONNECT_LIMIT_S = 5.0
+"""For one address of a machine."""
+HANDSHAKE_LIMIT_S = 5.0
+ANSWER_LIMIT_S = WAIT_MAX_S + 10.0
+"""The gate's wait and the connection to the member are on the other machine's side of it."""
+DIAL_LIMIT_S = 30.0
+DIALS_PER_MACHINE = 16
+
+
+class DialRefused(Exception):
+    """No stream came of it."""
+
+    def __init__(self, reason: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class Route(Protocol):
+    """How a machine is reached: yields a connected, prepared socket. Raises DialRefused."""
+
+    async def __call__(self, machine: MachineName) -> socket.socket: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialled:
+    """A stream that the other side has admitted; nothing of the member's has been sent yet."""
+
+    channel: Channel
+    peer: PeerCertificate
+
+
+class Dialler:
+    """Dials for one gateway.
+
+    Args:
+        route: the way to a machine.
+        check: whether a peer's certificate is to be believed (the gate's `check_peer`).
+    """
+
+    def __init__(
+        self, *, deployment: str, route: Route, check: Callable[[PeerCertificate], Refused | None]
+    ) -> None:
+        self._deployment = deployment
+        self._route = route
+        self._check = check
+        self._turns: WeakValueDictionary[MachineName, asyncio.Semaphore] = WeakValueDictionary()
+        """Weak: only while somebody dials, so that machines that are no more leave nothing behind."""
+
+    async def dial(self, *, context: ssl.SSLContext, preface: Preface) -> Dialled:
+        """Raises DialRefused."""
+        turns = self._turns.get(preface.machine)
+        if turns is None:
+            turns = self._turns[preface.machine] = asyncio.Semaphore(DIALS_PER_MACHINE)
+        try:
+            async with asyncio.timeout(DIAL_LIMIT_S), turns:
+                sock = await self._route(preface.machine)
+                try:
+                    return await self._introduce(sock, context, preface)
+                except BaseException:
+                    sock.close()
+                    raise
+        except TimeoutError:
+            raise DialRefused(
+                Refusal.PEER_UNREACHABLE, f"{preface.machine} gave no answer within the limit."
+            ) from None
+
+    async def _introduce(self, sock: socket.socket, context: ssl.SSLContext, preface: Preface) -> Dialled:
+        name = preface.machine
+        channel = Channel(sock, context, server_side=False)
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                await channel.handshake()
+            peer = peer_certificate(channel.tls)
+            self._check_peer(peer, MachineIdentity(deployment=self._deployment, machine=name))
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                await channel.write(encode_preface(preface))
+                header = await channel.read_exactly(HEADER_BYTES)
+                answer = decode_answer(await channel.read_exactly(frame_length(header)))
+        except (ssl.SSLError, AuthenticationError) as error:
+            raise DialRefused(Refusal.PEER_NOT_TRUSTED, f"{name}: {error}") from error
+        except (ChannelClosed, RemoteProtocolError, OSError) as error:
+            raise DialRefused(Refusal.PEER_UNREACHABLE, f"{name}: {error or type(error).__name__}") from error
+        _check_answer(name, answer)
+        return Dialled(channel=channel, peer=peer)
+
+    def _check_peer(self, peer: PeerCertificate, meant: MachineIdentity) -> None:
+        if peer.identity != meant:
+            raise DialRefused(
+                Refusal.PEER_NOT_TRUSTED, f"{meant.machine} was dialled, {peer.identity.uri} answered."
+            )
+        refused = self._check(peer)
+        if refused is not None:
+            raise DialRefused(refused.reason, refused.message)
+
+
+def _check_answer(name: MachineName, answer: Answer) -> None:
+    if answer.refusal is not None:
+        raise DialRefused(answer.refusal, f"{name} refused: {answer.message}")
+
+
+async def connect_to_any(name: MachineName, addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """The first of these addresses that answers. Raises DialRefused."""
+    said = "no address of it is known"
+    for host, port in addresses:
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                return await connect(host, port)
+        except TimeoutError:
+            said = f"{host} port {port}: no answer in {CONNECT_LIMIT_S:g} s"
+        except OSError as error:
+            said = f"{host} port {port}: {error.strerror or error}"
+    raise DialRefused(Refusal.PEER_UNREACHABLE, f"{name} cannot be reached: {said}.")
+
+
+async def connect(host: str, port: int) -> socket.socket:
+    """A connected, prepared socket. Addresses only, no names: nothing here asks a resolver. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        prepare(sock)
+        await asyncio.get_running_loop().sock_connect(sock, (host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock

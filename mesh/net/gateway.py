@@ -1,0 +1,270 @@
+"""The gateway of a machine: one port for all streams of its members, in and out. Shell; gate.py decides.
+
+Rules of this file:
+1. What the coordinator says comes in by the methods below, each of which is done when it returns: after `fence` no byte
+   of an older epoch passes.
+2. Strangers are bounded by the door, streams by `streams_max`, early ones by `waiting_max`, every wait by a limit.
+3. What is refused is counted by reason: what others asked for here, and what members here asked for.
+4. Identities are replaced while it runs: streams that run keep theirs, new ones use the new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.errors import AuthenticationError
+from mesh.ids import Epoch, MachineName, RunUid
+from mesh.net.accepting import Acceptor
+from mesh.net.authority import read_certificate
+from mesh.net.clock import wall_clock
+from mesh.net.departure import Departure, Speaker
+from mesh.net.dialling import Dialler, connect_to_any
+from mesh.net.door import Door, source_of
+from mesh.net.gate import Gate, Refused
+from mesh.net.identity import MachineIdentity, MemberIdentity, PeerCertificate
+from mesh.net.reception import Reception
+from mesh.net.refusals import Refusal
+from mesh.net.roster import Machines, Revocations, Roster
+from mesh.net.sockets import listen, original_target, reset
+from mesh.net.streams import Streams
+from mesh.net.tls import Credentials, client_context, server_context
+
+STOP_LIMIT_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one gateway."""
+
+    streams_max: int = 4096
+    """In and out together, those that are being made too. A stream has two descriptors."""
+    waiting_max: int = 512
+    """Streams that are early: their epoch is not here yet."""
+    captures_max: int = 1024
+    """Captured connections that are no streams yet."""
+    door_places: int = 256
+    door_places_per_source: int = 64
+    """Several machines may stand behind one address; each dials with 16 at a time."""
+
+
+class Gateway:
+    """One machine's gateway. Make it on the loop, `start` it, tell it what the coordinator says, `stop` it.
+
+    Args:
+        target_of: what a captured connection was dialled to; None when it was not captured.
+    """
+
+    def __init__(
+        self,
+        *,
+        deployment: str,
+        machine: MachineName,
+        limits: Limits | None = None,
+        target_of: Callable[[socket.socket], tuple[str, int] | None] = original_target,
+    ) -> None:
+        self.identity = MachineIdentity(deployment=deployment, machine=machine)
+        self.gate = Gate(deployment=deployment, machine=machine)
+        self.limits = limits or Limits()
+        self._server: ssl.SSLContext | None = None
+        self._streams = Streams(self.gate, streams_max=self.limits.streams_max)
+        self._door = Door(
+            places=self.limits.door_places, places_per_source=self.limits.door_places_per_source
+        )
+        self._reception = Reception(
+            gate=self.gate,
+            streams=self._streams,
+            leave_door=self._leave_door,
+            waiting_max=self.limits.waiting_max,
+        )
+        dialler = Dialler(deployment=deployment, route=self._route, check=self._check)
+        self._departure = Departure(
+            gate=self.gate, streams=self._streams, dialler=dialler, target_of=target_of
+        )
+        self._departing = 0
+        self._acceptors: list[Acceptor] = []
+        self._captures: list[Acceptor] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life -----------------------------------------------------------------------------------------
+
+    def start(self, *, listen_on: tuple[tuple[str, int], ...], capture_port: int | None) -> None:
+        """Listens. `capture_port` is where redirected connections arrive, on loopback; 0 takes a free one.
+
+        Raises OSError; then nothing listens.
+        """
+        wire: list[socket.socket] = []
+        captures: list[socket.socket] = []
+        try:
+            wire += [listen(host, port) for host, port in listen_on]
+            if capture_port is not None:
+                captures.append(listen("127.0.0.1", capture_port))
+                if socket.has_ipv6 and _has_ipv6_loopback():
+                    captures.append(listen("::1", captures[0].getsockname()[1]))
+        except OSError:
+            for sock in (*wire, *captures):
+                sock.close()
+            raise
+        self._acceptors = [
+            Acceptor(sock, on_connection=self._on_connection, is_full=lambda: self._door.is_full)
+            for sock in wire
+        ]
+        self._captures = [
+            Acceptor(
+                sock,
+                on_connection=self._on_captured,
+                is_full=lambda: self._departing >= self.limits.captures_max,
+            )
+            for sock in captures
+        ]
+        self._streams.start()
+
+    async def stop(self) -> None:
+        """Stops listening, cuts every stream. May be called again."""
+        for acceptor in (*self._acceptors, *self._captures):
+            acceptor.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
+        self._streams.close()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where other machines dial."""
+        return [acceptor.address for acceptor in self._acceptors]
+
+    @property
+    def capture_port(self) -> int | None:
+        return self._captures[0].address[1] if self._captures else None
+
+    def counters(self) -> dict[str, Any]:
+        """What happened here so far, and how much is open."""
+        return {
+            "streams": len(self._streams),
+            "waiting": self._reception.waiting,
+            "in_the_door": self._door.taken,
+            "refused_in": {str(reason): count for reason, count in sorted(self.gate.counts.items())},
+            "refused_out": {str(reason): count for reason, count in sorted(self._departure.refused.items())},
+            "ended": {str(end): count for end, count in sorted(self._streams.ends.items())},
+        }
+
+    # ---- what the coordinator says --------------------------------------------------------------------
+
+    def set_identity(self, credentials: Credentials) -> None:
+        """This machine's certificate: the first, or a newer one. Raises AuthenticationError."""
+        shown = read_certificate(credentials.certificate_pem)
+        if shown.identity != self.identity:
+            raise AuthenticationError(
+                f"{self.identity.uri} cannot use a certificate of {shown.identity.uri}."
+            )
+        server, client = server_context(credentials), client_context(credentials)
+        self._server = server
+        self._departure.machine = Speaker(
+            identity=self.identity, serial=shown.serial, context=client, deliver_to=""
+        )
+
+    def set_machines(self, machines: Machines) -> None:
+        """Where the machines of the deployment are."""
+        self._departure.machines = dict(machines)
+        self._apply()
+
+    def offer(self, ports: Iterable[int], *, deliver_to: str) -> None:
+        """Services of this machine that other machines may reach; replaces those before."""
+        self.gate.offer(ports, deliver_to=deliver_to)
+
+    def set_roster(self, roster: Roster) -> None:
+        """A run's new epoch; streams of its older ones are cut. Raises FencedError for an older one."""
+        self.gate.set_roster(roster)
+        self._apply()
+
+    def host(self, credentials: Credentials, *, deliver_to: str) -> None:
+        """A member is up here, reached at this address; or it has a newer certificate.
+
+        Raises FencedError when the roster does not have it here, AuthenticationError when it is no certificate of ours.
+        """
+        shown = read_certificate(credentials.certificate_pem)
+        member = shown.identity
+        if not isinstance(member, MemberIdentity):
+            raise AuthenticationError(f"{member.uri} is not the name of a member.")
+        if (member.deployment, member.machine) != (self.identity.deployment, self.identity.machine):
+            raise AuthenticationError(f"{member.uri} is not a member on {self.identity.machine}.")
+        context = client_context(credentials)
+        self.gate.host(member.run, member.epoch, member.rank, deliver_to=deliver_to)
+        speaker = Speaker(identity=member, serial=shown.serial, context=context, deliver_to=deliver_to)
+        self._departure.host(member.run, member.rank, speaker)
+        self._apply()
+
+    def fence(self, run: RunUid, floor: Epoch) -> None:
+        """Cuts the streams of every epoch below and refuses them from now on. Raises FencedError when it was higher."""
+        self.gate.raise_floor(run, floor)
+        self._apply()
+
+    def revoke(self, revocations: Revocations) -> None:
+        self.gate.revoke(revocations)
+        self._apply()
+
+    def _apply(self) -> None:
+        self._departure.apply()
+        self._streams.apply()
+
+    # ---- connections ----------------------------------------------------------------------------------
+
+    def _on_connection(self, sock: socket.socket, address: Any) -> None:
+        source = source_of(address[0])
+        server = self._server
+        if server is None or not self._door.enter(source):
+            self.gate.count(Refusal.SOURCE_LIMIT if server else Refusal.HANDSHAKE_FAILED)
+            reset(sock)
+            return
+        self._spawn(self._reception.serve(sock, server, source), name=f"stream from {source}")
+
+    def _leave_door(self, source: str) -> None:
+        self._door.leave(source)
+        for acceptor in self._acceptors:
+            acceptor.resume()
+
+    def _on_captured(self, sock: socket.socket, address: Any) -> None:
+        self._departing += 1
+        self._spawn(self._depart(sock), name=f"captured from {address[0]}")
+
+    async def _depart(self, sock: socket.socket) -> None:
+        try:
+            await self._departure.carry(sock)
+        finally:
+            self._departing -= 1
+            for acceptor in self._captures:
+                acceptor.resume()
+
+    async def _route(self, machine: MachineName) -> socket.socket:
+        place = self._departure.machines.get(machine)
+        return await connect_to_any(machine, place.gateway if place else ())
+
+    def _check(self, peer: PeerCertificate) -> Refused | None:
+        return self.gate.check_peer(peer, now=wall_clock(), peer_clock=None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:  # noqa: BLE001 - the guard: a fault in one stream is no other's
+                _log.exception("%s: a fault of the gateway", name)
+
+        task = asyncio.create_task(guarded(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _has_ipv6_loopback() -> bool:
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind(("::1", 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,176 @@
+"""Streams that other machines dial: who it is, what is meant, the gate's word, the member's port.
+
+Rules of this file:
+1. A connection is in the door until its preface is read; what goes wrong before is counted, and nobody is told.
+2. From the preface on the peer is told why it is refused.
+3. A byte reaches the member only after the gate's word: the connection to it is made then, and carries nothing before
+   `Streams.join`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Callable
+
+from mesh.errors import AuthenticationError, RemoteProtocolError
+from mesh.net.channel import Channel
+from mesh.net.clock import wall_clock
+from mesh.net.dialling import connect
+from mesh.net.gate import WAIT_MAX_S, Admitted, Gate, NotYet, Refused
+from mesh.net.identity import PeerCertificate
+from mesh.net.preface import (
+    HEADER_BYTES,
+    Answer,
+    Preface,
+    VersionError,
+    decode_preface,
+    encode_answer,
+    frame_length,
+)
+from mesh.net.refusals import Refusal
+from mesh.net.sockets import prepare, reset
+from mesh.net.streams import Full, Streams
+from mesh.net.tls import peer_certificate, refusal_of
+
+HANDSHAKE_LIMIT_S = 5.0
+PREFACE_LIMIT_S = 5.0
+TARGET_LIMIT_S = 5.0
+ANSWER_LIMIT_S = 5.0
+
+
+class Reception:
+    """The accepting side of a gateway.
+
+    Args:
+        waiting_max: how many streams may wait for what is not here yet.
+    """
+
+    def __init__(
+        self, *, gate: Gate, streams: Streams, leave_door: Callable[[str], None], waiting_max: int
+    ) -> None:
+        self._gate = gate
+        self._streams = streams
+        self._leave_door = leave_door
+        self._waiting_max = waiting_max
+        self.waiting = 0
+
+    async def serve(self, sock: socket.socket, context: ssl.SSLContext, source: str) -> None:
+        """One connection, from its place in the door, which it leaves, to the running stream. Takes the socket over."""
+        try:
+            prepare(sock)
+            channel = Channel(sock, context, server_side=True)
+            try:
+                asked = await self._ask(channel)
+            finally:
+                self._leave_door(source)
+            if isinstance(asked, Refusal):
+                self._gate.count(asked)
+                reset(sock)
+                return
+            refused = await self._admit(channel, *asked)
+            if refused is not None:
+                self._gate.count(refused.reason)
+                await self._answer(channel, refused)
+                sock.close()
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _ask(self, channel: Channel) -> tuple[PeerCertificate, Preface] | Refusal:
+        """Who it is and what is meant; or why that is not known."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                await channel.handshake()
+            peer = peer_certificate(channel.tls)
+        except TimeoutError:
+            return Refusal.HANDSHAKE_TIMEOUT
+        except AuthenticationError:
+            return Refusal.NOT_OUR_NAME
+        except ssl.SSLError as error:
+            return refusal_of(error)
+        except OSError:
+            return Refusal.HANDSHAKE_FAILED
+        try:
+            async with asyncio.timeout(PREFACE_LIMIT_S):
+                header = await channel.read_exactly(HEADER_BYTES)
+                return peer, decode_preface(await channel.read_exactly(frame_length(header)))
+        except TimeoutError:
+            return Refusal.PREFACE_TIMEOUT
+        except VersionError as error:
+            await self._answer(channel, Refused(reason=Refusal.WRONG_VERSION, message=error.message))
+            return Refusal.WRONG_VERSION
+        except (RemoteProtocolError, OSError):  # ssl.SSLError is an OSError
+            return Refusal.BAD_PREFACE
+
+    async def _admit(self, channel: Channel, peer: PeerCertificate, preface: Preface) -> Refused | None:
+        """Joins the stream to its member; or says why not."""
+        try:
+            with self._streams.place():
+                decision = await self._decide(peer, preface)
+                if isinstance(decision, Refused):
+                    return decision
+                target = await _connect(decision.deliver_to, preface.port)
+                if isinstance(target, Refused):
+                    return target
+                try:
+                    is_told = await self._answer(channel, None)
+                except BaseException:
+                    target.close()
+                    raise
+        except Full:
+            return Refused(reason=Refusal.STREAM_LIMIT, message=f"{self._gate.machine} has too many streams.")
+        if is_told:
+            self._streams.join(target, channel, ((peer.identity, peer.serial),))
+        else:
+            reset(target)
+            channel.socket.close()
+        return None
+
+    async def _decide(self, peer: PeerCertificate, preface: Preface) -> Admitted | Refused:
+        """The gate's word, after a wait when the stream is early."""
+        decision = self._gate.admit(peer, preface, now=wall_clock())
+        if not isinstance(decision, NotYet):
+            return decision
+        if self.waiting >= self._waiting_max:
+            return Refused(reason=Refusal.WAITING_LIMIT, message=decision.otherwise.message)
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(WAIT_MAX_S):
+                while isinstance(decision, NotYet):
+                    await self._streams.changed.wait()
+                    decision = self._gate.admit(peer, preface, now=wall_clock())
+        except TimeoutError:
+            return decision.otherwise if isinstance(decision, NotYet) else decision
+        finally:
+            self.waiting -= 1
+        return decision
+
+    async def _answer(self, channel: Channel, refused: Refused | None) -> bool:
+        """Tells the peer; False when it is gone."""
+        answer = Answer(
+            refusal=refused.reason if refused else None,
+            message=refused.message if refused else "",
+            clock=wall_clock(),
+        )
+        try:
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                await channel.write(encode_answer(answer))
+        except OSError:  # a time-out is one too
+            return False
+        return True
+
+
+async def _connect(host: str, port: int) -> socket.socket | Refused:
+    where = f"{host} port {port}"
+    try:
+        async with asyncio.timeout(TARGET_LIMIT_S):
+            return await connect(host, port)
+    except TimeoutError:
+        return Refused(reason=Refusal.TARGET_UNREACHABLE, message=f"{where} does not answer.")
+    except OSError as error:
+        if error.errno == errno.ECONNREFUSED:
+            return Refused(reason=Refusal.TARGET_REFUSED, message=f"Nobody listens on {where}.")
+        return Refused(reason=Refusal.TARGET_UNREACHABLE, message=f"{where}: {error.strerror or error}.")

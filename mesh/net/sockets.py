@@ -1,0 +1,72 @@
+"""What is set on the mesh's sockets, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+KEEPALIVE_IDLE_S = 15
+KEEPALIVE_EVERY_S = 5
+KEEPALIVE_PROBES = 3
+"""A peer that is gone without a word is noticed after 30 s, when nothing is being sent. TCP_USER_TIMEOUT is not set:
+the kernel would also cut a stream whose reader pauses for longer (tcp(7)), and a rank may pause for minutes."""
+LISTEN_BACKLOG = 1024
+_NO_LINGER = struct.pack("ii", 1, 0)
+_TCP_CLOSE = 7  # include/net/tcp_states.h
+
+
+def prepare(sock: socket.socket) -> None:
+    """For a connected or connecting TCP socket: non-blocking, no Nagle, keepalive."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def reset(sock: socket.socket) -> None:
+    """Closes so that the peer sees a reset, not an end."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    sock.close()
+
+
+def is_dead(sock: socket.socket) -> bool:
+    """Whether the peer has reset the connection, also while nobody reads from it."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listener; `::` takes IPv4 too. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        sock.bind((host, port))
+        sock.listen(LISTEN_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+_SO_ORIGINAL_DST = 80  # linux/netfilter_ipv4.h; IP6T_SO_ORIGINAL_DST is 80 as well
+
+
+def original_target(sock: socket.socket) -> tuple[str, int] | None:
+    """What a redirected connection was dialled to; None when it was not redirected."""
+    try:
+        if sock.family == socket.AF_INET6:
+            raw = sock.getsockopt(socket.IPPROTO_IPV6, _SO_ORIGINAL_DST, 28)
+            host, port = socket.inet_ntop(socket.AF_INET6, raw[8:24]), int.from_bytes(raw[2:4], "big")
+        else:
+            raw = sock.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16)
+            host, port = socket.inet_ntop(socket.AF_INET, raw[4:8]), int.from_bytes(raw[2:4], "big")
+    except OSError:  # the kernel tracks no connection here: nothing was redirected
+        return None
+    return None if (host, port) == sock.getsockname()[:2] else (host, port)

@@ -1,0 +1,117 @@
+"""The streams of a gateway that run, and whose right to them can end.
+
+Rules of this file:
+1. A stream begins in `join`, which asks the gate a last time; between that and the first byte nothing else runs.
+2. Whenever the gate knows something new, `apply` looks at every stream: whose owner may not go on is cut.
+3. Streams that run and streams that are being made are bounded together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mesh.net.channel import Channel
+from mesh.net.gate import Gate
+from mesh.net.identity import Identity
+from mesh.net.pump import Pump, PumpEnd
+from mesh.net.sockets import reset
+
+LOOK_EVERY_S = 2.0
+"""How late a reset is noticed on a side that is not read at the moment."""
+
+Owners = tuple[tuple[Identity, int], ...]
+"""Identity and certificate serial of everybody whose right to a stream can end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    owners: Owners
+    pump: Pump | None = None
+
+
+class Full(Exception):
+    """There is no room for another stream."""
+
+
+class Streams:
+    """Call `start` on the loop, `close` at the end."""
+
+    def __init__(self, gate: Gate, *, streams_max: int) -> None:
+        self._gate = gate
+        self._streams_max = streams_max
+        self._running: set[_Stream] = set()
+        self._making = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.ends: Counter[PumpEnd] = Counter()
+        self.bytes_sent = 0
+        """Of members here, by streams that have ended."""
+        self.bytes_received = 0
+        self.changed = asyncio.Event()
+        """Set and replaced at each `apply`: who waits for the gate to know more waits for this."""
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in list(self._running):
+            assert stream.pump is not None
+            stream.pump.cut()
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Room for a stream while it is being made. Raises Full."""
+        if len(self._running) + self._making >= self._streams_max:
+            raise Full
+        self._making += 1
+        try:
+            yield
+        finally:
+            self._making -= 1
+
+    def join(self, plain: socket.socket, channel: Channel, owners: Owners) -> None:
+        """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over."""
+        if not self._may_go_on(owners):
+            self.ends[PumpEnd.CUT] += 1
+            reset(plain)
+            reset(channel.socket)
+            return
+        stream = _Stream(owners)
+
+        def on_end(end: PumpEnd) -> None:
+            assert stream.pump is not None
+            self._running.discard(stream)
+            self.ends[end] += 1
+            self.bytes_sent += stream.pump.bytes_sent
+            self.bytes_received += stream.pump.bytes_received
+
+        stream.pump = Pump(plain=plain, channel=channel, on_end=on_end)
+        self._running.add(stream)
+        stream.pump.start()
+
+    def apply(self) -> None:
+        """The gate knows something new."""
+        for stream in list(self._running):
+            if not self._may_go_on(stream.owners):
+                assert stream.pump is not None
+                stream.pump.cut()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _may_go_on(self, owners: Owners) -> bool:
+        return all(self._gate.still_admits(identity, serial) for identity, serial in owners)
+
+    def _look(self) -> None:
+        for stream in list(self._running):
+            assert stream.pump is not None
+            stream.pump.look()
+        self.start()

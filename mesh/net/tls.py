@@ -1,0 +1,102 @@
+"""TLS contexts: version 1.3, both sides with certificates, nothing resumed.
+
+Rules of this file:
+1. OpenSSL checks signatures and purposes, not times (`_NO_TIMES`): the gate checks them, because only then can the
+   refusal say whose clock is how far off. Whoever uses a context without the gate must check the times itself.
+2. No session tickets: a resumed session would not show its certificate again, and rotation would not reach it.
+3. Keys are loaded from memory (a memfd), never from a file on a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.errors import AuthenticationError
+from mesh.net.identity import PeerCertificate, parse_identity
+from mesh.net.refusals import Refusal
+
+_NO_TIMES = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, x509_vfy.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """A certificate with its key, and whom to trust: all PEM."""
+
+    certificate_pem: bytes
+    key_pem: bytes
+    bundle_pem: bytes
+    """The authorities; two of them during a rotation."""
+
+    def __repr__(self) -> str:
+        return "<Credentials>"
+
+
+def server_context(credentials: Credentials) -> ssl.SSLContext:
+    """For who accepts. Raises AuthenticationError."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, credentials)
+    context.num_tickets = 0  # rule 2
+    return context
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext:
+    """For who dials. Raises AuthenticationError. The machine's name in the certificate is for the caller to check."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, credentials)
+
+
+def _context(side: int, credentials: Credentials) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the name is a URI, see `peer_certificate`
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT | _NO_TIMES
+    context.options |= ssl.OP_NO_TICKET
+    try:
+        context.load_verify_locations(cadata=credentials.bundle_pem.decode("ascii"))
+        memory = os.memfd_create("gangmesh-key", os.MFD_CLOEXEC)
+        try:
+            os.write(memory, credentials.certificate_pem + credentials.key_pem)
+            context.load_cert_chain(f"/proc/self/fd/{memory}")
+        finally:
+            os.close(memory)
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise AuthenticationError(
+            f"Certificate, key and authority do not make a TLS identity: {error}."
+        ) from error
+    return context
+
+
+def peer_certificate(tls: ssl.SSLObject) -> PeerCertificate:
+    """Who the other side is, after the handshake. Raises AuthenticationError when its name is none of ours."""
+    shown: dict[str, Any] = dict(tls.getpeercert() or {})
+    names = shown.get("subjectAltName", ())
+    if len(names) != 1 or names[0][0] != "URI":
+        raise AuthenticationError("The peer's certificate has not exactly one name.")
+    try:
+        identity = parse_identity(names[0][1])
+    except ValueError as error:
+        raise AuthenticationError(f"The peer's certificate: {error}.") from error
+    return PeerCertificate(
+        identity=identity,
+        serial=int(shown["serialNumber"], 16),
+        not_before=_seconds(shown["notBefore"]),
+        not_after=_seconds(shown["notAfter"]),
+    )
+
+
+def _seconds(text: str) -> float:
+    return float(ssl.cert_time_to_seconds(text))
+
+
+def refusal_of(error: ssl.SSLError) -> Refusal:
+    """What went wrong in a handshake that we accepted, as something to count."""
+    reason = error.reason or ""
+    if "UNSUPPORTED_PROTOCOL" in reason or "VERSION_TOO_LOW" in reason:
+        return Refusal.TLS_VERSION
+    if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
+        return Refusal.NO_CERTIFICATE
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST"):
+        return Refusal.NOT_TLS
+    return Refusal.HANDSHAKE_FAILED

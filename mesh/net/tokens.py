@@ -1,0 +1,118 @@
+"""Join tokens: what an operator hands to a machine so that it may join, once and soon.
+
+Rules of this file:
+1. A token is a secret and the fingerprint of the authority: who joins knows whom it talks to before it says the secret.
+2. Only the hash of the secret is kept. A token is used up by the first use, also by one that leads to nothing.
+3. Pure: the time (seconds since 1970) and the secret are arguments. The book is bounded.
+
+    gm1.<id>.<secret>.<fingerprint>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mesh.errors import AuthenticationError, ConflictError, SpecError
+
+TTL_S = 15 * 60.0
+TTL_MAX_S = 24 * 3600.0
+TOKENS_MAX = 10_000
+_TOKEN = re.compile(r"gm1\.(?P<id>[0-9a-f]{12})\.(?P<secret>[0-9a-f]{48})\.(?P<fingerprint>[0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinToken:
+    """A token as its holder knows it."""
+
+    id: str
+    """Twelve hex digits: what lists and logs show."""
+    secret: str
+    """48 hex digits (192 bits)."""
+    fingerprint: str
+    """SHA-256 of the authority's certificate."""
+
+    def __str__(self) -> str:
+        return f"gm1.{self.id}.{self.secret}.{self.fingerprint}"
+
+    def __repr__(self) -> str:
+        return f"<JoinToken {self.id}>"
+
+    @classmethod
+    def parse(cls, text: str) -> JoinToken:
+        """The inverse of `str()`. Raises SpecError; its message never has the text in it."""
+        match = _TOKEN.fullmatch(text.strip())
+        if match is None:
+            raise SpecError(
+                "This is no join token: it has to look like gm1.….….…, whole and on one line.",
+                hint="`mesh token create` on the head makes one.",
+            )
+        return cls(id=match["id"], secret=match["secret"], fingerprint=match["fingerprint"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecord:
+    """What the head keeps of a token."""
+
+    id: str
+    secret_hash: str
+    expires_at: float
+    used_at: float | None = None
+
+
+@dataclass(slots=True)
+class TokenBook:
+    """The tokens of a deployment."""
+
+    records: dict[str, TokenRecord] = field(default_factory=dict)
+    """By id. Also used and expired ones, so that they are refused by name, until room is needed."""
+
+    def add(self, token: JoinToken, *, now: float, ttl_s: float = TTL_S) -> TokenRecord:
+        """Enters a new token. Raises SpecError for a ttl out of range, ConflictError when the book is full."""
+        if not 0 < ttl_s <= TTL_MAX_S:
+            raise SpecError(f"A token is valid for at most {TTL_MAX_S / 3600:.0f} h.", field="ttl", got=ttl_s)
+        if len(self.records) >= TOKENS_MAX:
+            self._forget(now)
+        if len(self.records) >= TOKENS_MAX or token.id in self.records:
+            raise ConflictError("There are too many open join tokens; wait until some have expired.")
+        record = TokenRecord(id=token.id, secret_hash=hash_secret(token.secret), expires_at=now + ttl_s)
+        self.records[token.id] = record
+        return record
+
+    def redeem(self, token_id: str, secret: str, *, now: float) -> TokenRecord:
+        """Uses a token up. Raises AuthenticationError, which says what is wrong with it.
+
+        That a token was used or has expired is told only to who has its secret.
+        """
+        record = self.records.get(token_id)
+        # Compared also when there is none, so that the time it takes tells nothing about which ids exist.
+        known = record.secret_hash if record is not None else hash_secret("")
+        if not hmac.compare_digest(known, hash_secret(secret)) or record is None:
+            raise AuthenticationError("This join token is not known here.", hint=_NEW_TOKEN)
+        if record.used_at is not None:
+            raise AuthenticationError(f"The join token {token_id} has been used already.", hint=_NEW_TOKEN)
+        if now >= record.expires_at:
+            raise AuthenticationError(f"The join token {token_id} has expired.", hint=_NEW_TOKEN)
+        used = TokenRecord(
+            id=record.id, secret_hash=record.secret_hash, expires_at=record.expires_at, used_at=now
+        )
+        self.records[token_id] = used
+        return used
+
+    def open_tokens(self, *, now: float) -> Mapping[str, TokenRecord]:
+        """Those that can still be used."""
+        return {i: r for i, r in self.records.items() if r.used_at is None and now < r.expires_at}
+
+    def _forget(self, now: float) -> None:
+        self.records = dict(self.open_tokens(now=now))
+
+
+_NEW_TOKEN = "`mesh token create` on the head makes another one."
+
+
+def hash_secret(secret: str) -> str:
+    """Of 192 random bits: no salt, no stretching needed."""
+    return hashlib.sha256(secret.encode()).hexdigest()
