@@ -7,9 +7,11 @@ needs it imports when it runs.
 from __future__ import annotations
 
 import typer
+from typer.core import TyperGroup
 
 from mesh.cli import chaos, deployment, describe, get, logs, machines, pause, run, runs
 from mesh.cli.exit_codes import TABLE
+from mesh.cli.options import StateOption, UrlOption
 
 app = typer.Typer(
     name="mesh",
@@ -20,6 +22,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+
+
+@app.callback()
+def shared(context: typer.Context, state: StateOption = None, url: UrlOption = None) -> None:
+    """Which deployment is meant may be said before the command as well as after it."""
+    given = {name: value for name, value in (("state", state), ("url", url)) if value is not None}
+    group, name = context.command, context.invoked_subcommand or ""
+    assert isinstance(group, TyperGroup)
+    taken = {parameter.name for parameter in group.commands[name].params} if name in group.commands else given
+    for option in given.keys() - taken:
+        raise typer.BadParameter(f"`mesh {name}` takes no --{option}")
+    context.default_map = {name: given}
+
 
 app.command(
     "run",

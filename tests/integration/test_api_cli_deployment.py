@@ -148,6 +148,13 @@ def test_a_state_folder_that_cannot_be_is_said(shell: Shell, tmp_path: Path) -> 
     assert (broken.returncode, "is damaged" in broken.stderr) == (3, True)
 
 
+def test_which_deployment_is_meant_may_be_said_before_the_command(shell: Shell, tmp_path: Path) -> None:
+    said = shell.mesh("--state", str(tmp_path / "elsewhere"), "status")
+    assert (said.returncode, str(tmp_path / "elsewhere") in said.stderr) == (3, True)
+    refused = shell.mesh("--url", "http://127.0.0.1:1", "down")
+    assert (refused.returncode, "`mesh down` takes no --url" in refused.stderr) == (2, True)
+
+
 def test_down_says_what_it_ended_and_is_idempotent(shell: Shell) -> None:
     assert "nothing to stop" in shell.mesh("down").stderr
     shell.mesh("run", "-d", "--name", "busy", "--", "script", "hang")
