@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from coordinator import story
@@ -15,6 +16,7 @@ from mesh.resources import Attempt, Condition, Event, RankStatus, Run
 from mesh.selectors import JOB_LABEL, RANK_LABEL
 from mesh.states import RunState
 
+_SECRET = re.compile("key|token|secret|passw|_pwd|credential|auth", re.IGNORECASE)
 CANCELLED_EXIT_CODE = 130
 """What a shell reports for a command that was interrupted."""
 
@@ -35,7 +37,7 @@ def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
             "labels": dict(plan.labels),
             "createdAt": gang.created_at,
         },
-        "spec": job.get("spec", {}),
+        "spec": shown_spec(job.get("spec", {})),
         "status": {
             "state": str(gang.state),
             "reason": None if gang.reason is None else str(gang.reason),
@@ -60,6 +62,12 @@ def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
             "productive": story.productive(gang, now),
         },
     }
+
+
+def shown_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """Without the values of variables that sound like secrets: what the API shows is sent on and pasted."""
+    env = {name: None if _SECRET.search(name) else value for name, value in spec.get("env", {}).items()}
+    return {**spec, **({"env": env} if env else {})}
 
 
 def exit_code(gang: Gang) -> int | None:
@@ -155,7 +163,6 @@ def _rank_status(member: MemberRecord) -> RankStatus:
         "machine": member.machine,
         "address": member.address,
         "state": _member_state(member),
-        "stage": None,
         "exit": process_end(member.exit or member.fenced_exit),
         "lastOutputAt": None,
         "finishedAt": member.ended_at,

@@ -29,8 +29,6 @@ class RankStatus(TypedDict):
     address: str | None
     state: str
     """Of the member: Ordered, Preparing, AtBarrier, Running, Exited, Fenced or Lost."""
-    stage: str | None
-    """What it is doing before it is at the barrier, in words."""
     exit: ProcessEnd | None
     lastOutputAt: float | None
     finishedAt: float | None
@@ -195,6 +193,7 @@ class Run(TypedDict):
     kind: str
     metadata: RunMetadata
     spec: dict[str, Any]
+    """As it was asked for, defaults filled in. The values of variables that sound like secrets are null."""
     status: RunStatus
 
 

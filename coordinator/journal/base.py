@@ -70,7 +70,7 @@ class Journal(Protocol):
         ...
 
     async def delete_run(self, uid: RunUid, at: float) -> None:
-        """Forgets a run: its name is free again, its events are gone."""
+        """Forgets a run: its name is free again, its events are gone, and so are the values of its variables."""
         ...
 
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:

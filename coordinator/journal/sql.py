@@ -194,7 +194,15 @@ class SqlJournal:
 
     async def delete_run(self, uid: RunUid, at: float) -> None:
         async with self._transaction() as connection:
-            await connection.execute(_runs.update().where(_runs.c.uid == uid).values(deleted_at=at))
+            found = (await connection.execute(sa.select(_runs).where(_runs.c.uid == uid))).first()
+            if found is not None:  # the rest stays, for a request that is repeated
+                job, plan = json.loads(found.job), {**json.loads(found.plan), "env": []}
+                job.get("spec", {}).pop("env", None)
+                await connection.execute(
+                    _runs.update()
+                    .where(_runs.c.uid == uid)
+                    .values(deleted_at=at, job=json.dumps(job), plan=json.dumps(plan))
+                )
             await connection.execute(_events.delete().where(_events.c.uid == uid))
 
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:

@@ -120,11 +120,10 @@ def _ranks(run: Mapping[str, Any]) -> list[str]:
         return []
     rows: list[Sequence[str]] = [["  RANK", "STATE", "MACHINE", "ADDRESS", "EXIT", "LAST OUTPUT", "ENDED"]]
     for rank in ranks:
-        state = f"{rank['state']} ({rank['stage']})" if rank["stage"] else rank["state"]
         rows.append(
             [
                 f"  {rank['rank']}",
-                printable(state),
+                printable(rank["state"]),
                 printable(rank["machine"] or "-"),
                 printable(rank["address"] or "-"),
                 end_of(rank["exit"]),

@@ -219,7 +219,11 @@ def _env(value: Any) -> dict[str, str]:
         elif problem := name_problem(name):
             problems.append(Problem(_as_sentence(problem)))
         elif text is None:
-            empty = f'; for an empty value write {name}: ""' if item is None else ""
+            empty = (
+                f'; for an empty value write {name}: ""; one that the API hid is needed again'
+                if item is None
+                else ""
+            )
             problems.append(Problem(f"It takes a text or a number{empty}.", path=(name,), got=describe(item)))
         elif problem := string_problem(f"{name}={text}", what=f"{name} with its value"):
             problems.append(Problem(_as_sentence(problem), path=(name,)))

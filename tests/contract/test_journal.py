@@ -7,12 +7,13 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.core.effects import Announcement
-from coordinator.core.gang_record import record_of
+from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.journal import RunRow, SqlJournal
 from mesh.errors import ConflictError, SpecError, StorageError
@@ -112,6 +113,20 @@ async def test_a_repeated_request_finds_its_first_run(journal: SqlJournal) -> No
     await journal.create_run(first, request_id=request_id)
     again = await journal.create_run(_row(os.urandom(8).hex(), "once"), request_id=request_id)
     assert again.uid == first.uid
+
+
+async def test_a_deleted_runs_variables_are_not_kept(journal: SqlJournal) -> None:
+    """They are often secrets. What else is kept answers a request that is repeated."""
+    plan = RunPlan(name=RunName("private"), command=("true",), env=(("KEY", "a secret"),))
+    gang = Gang(uid=RunUid(os.urandom(8).hex()), plan=plan, created_at=1.0)
+    job = {"spec": {"command": ["true"], "env": {"KEY": "a secret"}}}
+    row = RunRow(uid=gang.uid, name="private", job=job, record=record_of(gang), created_at=1.0)
+    request_id = os.urandom(8).hex()
+    await journal.create_run(row, request_id=request_id)
+    await journal.delete_run(row.uid, 2.0)
+    kept = await journal.create_run(row, request_id=request_id)
+    assert gang_of(kept.record).plan == replace(plan, env=())
+    assert kept.job == {"spec": {"command": ["true"]}}
 
 
 async def test_a_commit_replaces_the_record_and_adds_the_events_in_order(journal: SqlJournal) -> None:

@@ -81,10 +81,16 @@ async def submit(
     nodes: int | None = None,
     request_id: str | None = None,
     recovery: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
     **labels: str,
 ) -> Any:
     distributed = {"nodes": nodes} if nodes else {}
-    spec = {"command": list(command), "distributed": distributed, "recovery": recovery or {}}
+    spec = {
+        "command": list(command),
+        "distributed": distributed,
+        "recovery": recovery or {},
+        "env": env or {},
+    }
     job = job_from_data(
         {"metadata": {"name": name, "labels": labels}, "spec": spec},
         source="",
@@ -118,10 +124,13 @@ def fits(shape: Any, value: Any) -> None:
 
 
 async def test_a_submitted_run_has_the_documented_shape_at_once_and_at_its_end(subject: Subject) -> None:
-    run = await submit(subject, "shape", subject.exits(0), nodes=2, team="a")
+    run = await submit(
+        subject, "shape", subject.exits(0), nodes=2, env={"HF_TOKEN": "a secret", "STEPS": "3"}, team="a"
+    )
     fits(resources.Run, run)
     assert run["metadata"]["name"] == "shape"
     assert run["metadata"]["labels"] == {"team": "a"}
+    assert run["spec"]["env"] == {"HF_TOKEN": None, "STEPS": "3"}
     assert run["status"]["topology"] == {
         "nodes": 2,
         "gpusPerNode": 0,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from coordinator.view import shown_spec
 from mesh.ids import new_run_uid
 from mesh.plan import RunPlan
 from mesh.resources import Attempt
@@ -198,7 +199,7 @@ def _new_resource(job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
             "labels": dict(plan.labels),
             "createdAt": time.time(),
         },
-        "spec": job["spec"],
+        "spec": shown_spec(job["spec"]),
         "status": {
             "state": "Pending",
             "reason": None,
@@ -231,7 +232,6 @@ def _rank(rank: int, machine: str) -> dict[str, Any]:
         "machine": machine,
         "address": f"127.0.1.{int(machine.lstrip('m')) + 1}",
         "state": "Ordered",
-        "stage": None,
         "exit": None,
         "lastOutputAt": None,
         "finishedAt": None,
