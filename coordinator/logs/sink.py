@@ -17,7 +17,6 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from coordinator.logs.rate import BURST_BYTES, RATE_BYTES_PER_S, TokenBucket
@@ -67,10 +66,10 @@ class LogSink:
 
     Args:
         store: where the output goes.
-        secret: what a shipper's first frame must carry.
+        secret: what a shipper's first frame must carry; a new one for each life of the head, so that no shipper of an
+            earlier life, whose runs may have been deleted, gets in.
         host: address to listen on.
         port: 0 takes a free one.
-        admits: whether the deployment knows this incarnation's run; None admits every one that has the secret.
         rate_bytes_per_s: how fast one rank may print for long.
         burst_bytes: how much it may print at once.
     """
@@ -82,7 +81,6 @@ class LogSink:
         secret: str,
         host: str,
         port: int = 0,
-        admits: Callable[[Incarnation], Awaitable[bool]] | None = None,
         rate_bytes_per_s: float = RATE_BYTES_PER_S,
         burst_bytes: float = BURST_BYTES,
     ) -> None:
@@ -90,7 +88,6 @@ class LogSink:
         self._secret = secret
         self._host = host
         self._port = port
-        self._admits = admits
         self._rate_bytes_per_s = rate_bytes_per_s
         self._burst_bytes = burst_bytes
         self._server: asyncio.Server | None = None
@@ -156,8 +153,6 @@ class LogSink:
                 f"More than {CONNECTIONS_MAX} log shippers are connected.", reason=Reason.LIMIT_EXCEEDED
             )
         incarnation = hello.incarnation
-        if self._admits is not None and not await self._admits(incarnation):
-            raise NotFoundError("This deployment knows no such run; its output is not kept.")
         task = await self._replace(incarnation)
         try:
             async with self._store.writing(incarnation) as writer:

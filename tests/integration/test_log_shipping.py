@@ -35,14 +35,11 @@ class Head:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.port = 0
-        self.admitted = True
         self.is_up = False
 
     async def up(self, **options: float) -> Endpoint:
         self.store = LogStore(self.root)
-        self.sink = LogSink(
-            self.store, secret=SECRET, host="127.0.0.1", port=self.port, admits=self.admits, **options
-        )
+        self.sink = LogSink(self.store, secret=SECRET, host="127.0.0.1", port=self.port, **options)
         self.endpoint = await self.sink.start()
         self.port = self.endpoint.port
         self.reader = LogReader(self.store, is_ended=self.is_ended)
@@ -54,9 +51,6 @@ class Head:
             self.is_up = False
             await self.sink.stop()
             self.store.close()
-
-    async def admits(self, incarnation: Incarnation) -> bool:
-        return self.admitted
 
     async def is_ended(self, uid: str) -> bool:
         return True
@@ -266,8 +260,8 @@ async def test_a_stale_or_absurd_offset_is_refused(head: Head, tmp_path: Path, o
     assert await head.texts() == ["one"]
 
 
-async def test_output_of_an_unknown_run_does_not_hold_up_the_job(head: Head, tmp_path: Path) -> None:
-    head.admitted = False
+async def test_output_of_a_deleted_run_does_not_hold_up_the_job(head: Head, tmp_path: Path) -> None:
+    await head.reader.delete(UID)
     write_spool(tmp_path / "spool", out("one\n"))
     acked: list[int] = []
     async with shipping(tmp_path / "spool", head.endpoint, acked=acked) as shipper:
