@@ -31,12 +31,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agents import control_group, process_tree
+from agents.freeze import freeze, thaw
 from agents.ray_environment import MARK
 from agents.signing_in import SERVES_VARIABLE
 from agents.supervisor_protocol import INCARNATION_VARIABLE
@@ -47,7 +47,6 @@ SECONDS_MAX = 600.0
 KILL_LIMIT_S = 5.0
 ANSWER_LEAVES_S = 0.2
 """Between the order and what silences the machine: so long has its answer to get away."""
-STOP_ROUNDS_MAX = 16
 NFT_LIMIT_S = 10.0
 TABLE_PREFIX = "gangmesh_chaos"
 _RAYLET_OF = "--node-name="
@@ -134,16 +133,14 @@ def find_raylet(machine: MachineName) -> int | None:
     return None
 
 
-def find_machine(
-    order: HarmOrder, *, raylet: int | None, spared: Collection[int] = ()
-) -> dict[int, process_tree.Process]:
+def find_machine(order: HarmOrder, *, raylet: int | None) -> dict[int, process_tree.Process]:
     """Everything of the machine, by pid."""
     processes = process_tree.snapshot()
     names = {os.fsencode(str(life)) for life in order.lives}
     roots = {pid for pid in processes if _names_of(pid) & names}
     if raylet is not None:
         roots.add(raylet)
-    found = (roots | process_tree.descendants(processes, roots)) - {os.getpid(), *spared}
+    found = (roots | process_tree.descendants(processes, roots)) - {os.getpid()}
     return {pid: processes[pid] for pid in found & processes.keys() if processes[pid].is_alive}
 
 
@@ -187,20 +184,6 @@ def _mesh_file() -> str:
     import mesh
 
     return str(mesh.__file__)
-
-
-def freeze(order: HarmOrder, *, raylet: int | None) -> list[process_tree.Process]:
-    """Stops everything of the machine; what was stopped before is not in the answer."""
-    stopped: dict[tuple[int, int], process_tree.Process] = {}
-    for _ in range(STOP_ROUNDS_MAX):
-        found = find_machine(order, raylet=raylet)
-        new = [p for p in found.values() if p.identity not in stopped and not p.is_stopped]
-        if not new:
-            break
-        for process in new:
-            if process_tree.send_signal(process, signal.SIGSTOP):
-                stopped[process.identity] = process
-    return list(stopped.values())
 
 
 def send_keepers_the_long_way(order: HarmOrder) -> None:
@@ -272,10 +255,9 @@ def main() -> int:
     assert order.seconds is not None, "only what is undone after a time comes here"
     _wait(wakeup, ANSWER_LEAVES_S)
     if order.kind is HarmKind.FREEZE:
-        stopped = freeze(order, raylet=raylet)
+        stopped = freeze(lambda: find_machine(order, raylet=raylet))
         _wait(wakeup, order.seconds)
-        for process in stopped:
-            process_tree.send_signal(process, signal.SIGCONT)
+        thaw(stopped)
         return 0
     table = table_name(order.machine)
     _nft("-f", "-", script=cut_script(table=table, address=order.address, is_one_way=order.is_one_way))

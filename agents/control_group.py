@@ -98,20 +98,18 @@ def of_process(pid: int, incarnation: str) -> ControlGroup | None:
     return ControlGroup(mount[0] + inside) if mount and inside else None
 
 
-def remove_leftovers(*, age_s: float = LEFTOVER_AGE_S) -> int:
-    """Remove the empty groups that dead supervisors left; answers how many."""
-    removed = 0
+def remove_leftovers() -> None:
+    """Remove the empty groups that dead supervisors left."""
     for base in bases():
         for path in _groups_in(base):
             if not os.path.basename(path).startswith(NAME_PREFIX):
                 continue
             try:
-                is_old = time.time() - os.stat(path).st_mtime >= age_s
+                is_old = time.time() - os.stat(path).st_mtime >= LEFTOVER_AGE_S
             except OSError:
                 continue
-            if is_old and ControlGroup(path).remove():
-                removed += 1
-    return removed
+            if is_old:
+                ControlGroup(path).remove()
 
 
 def bases() -> list[str]:

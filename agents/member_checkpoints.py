@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -111,11 +110,9 @@ class MemberCheckpoints:
         if url is None or self._checkpointer is not None:
             return
         command = process_tree.read_process(pid)
-        work_dir = self._state_dir.with_name("checkpointing")
-        shutil.rmtree(work_dir, ignore_errors=True)
         self._checkpointer = Checkpointer(
             state_dir=self._state_dir,
-            work_dir=work_dir,
+            work_dir=self._state_dir.with_name("checkpointing"),
             store_url=url,
             run=self._order.incarnation.run_uid,
             listener=CheckpointListener(

@@ -44,7 +44,6 @@ ATOMIC_PROTOCOLS = frozenset(
 
 T = TypeVar("T")
 Progress = Callable[[], None]
-OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,7 @@ class BlobStore:
 
         return self._limited(f"read {key}", work, expected=FileNotFoundError)
 
-    def get_file(self, key: str, target: BinaryIO, *, on_bytes: OnBytes | None = None) -> str:
+    def get_file(self, key: str, target: BinaryIO) -> str:
         """Copies an object into an open file and returns its sha256.
 
         Raises FileNotFoundError when there is none; what writing the file raises comes as it is.
@@ -186,8 +185,6 @@ class BlobStore:
                     _write_out(target, chunk)
                     digest.update(chunk)
                     progress()
-                    if on_bytes is not None:
-                        on_bytes(len(chunk))
             return digest.hexdigest()
 
         return self._limited(f"read {key}", work, expected=FileNotFoundError)
@@ -204,7 +201,7 @@ class BlobStore:
         return self._limited(f"look for {key}", work)
 
     def list_below(self, prefix: str) -> list[ObjectFact]:
-        """Every object below a key, what is being written left out."""
+        """Every object below a key; on a disk also what is being written, under its other name."""
 
         def work(progress: Progress) -> list[ObjectFact]:
             self._fs.invalidate_cache()

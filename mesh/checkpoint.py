@@ -36,7 +36,6 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +307,3 @@ def _hash(path: Path) -> str:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-StateWriter = Callable[[Path], object]
-"""What `save` calls with the empty directory."""

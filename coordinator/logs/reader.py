@@ -133,10 +133,6 @@ class LogReader:
         await self._store.run(self._store.delete, uid)
         self._store.notify(uid)
 
-    def wake(self, uid: str) -> None:
-        """The run has ended: its followers need not wait to find out."""
-        self._store.notify(uid)
-
     async def _ended(self, uid: str) -> bool:
         try:
             return await self._is_ended(uid)

@@ -123,13 +123,6 @@ class OutputPump:
         if self._failure is not None:
             raise self._failure
 
-    async def failed(self) -> None:
-        """Returns only by raising OutputClosedError, when the reader has gone."""
-        async with self._changed:
-            while self._failure is None:
-                await self._changed.wait()
-        raise self._failure
-
     async def _write_on(self) -> None:
         while True:
             async with self._changed:

@@ -9,7 +9,6 @@ is run. Everything that a user can get wrong is a `SpecError` that names the fie
 | document.py    | text to plain data, strictly, with lines and columns               |
 | reading.py     | the three ways in                                                  |
 | model.py       | the Job resource                                                   |
-| status.py      | the half that the deployment writes                                |
 | fields.py      | what each field accepts                                            |
 | environment.py | variables: flags, env files, reserved names, limits                |
 | names.py       | names of runs, variables and labels                                |
@@ -28,7 +27,6 @@ from mesh.spec.model import API_VERSION, KIND, Job, JobSpec
 from mesh.spec.names import is_run_name, new_run_name, suggest_run_name
 from mesh.spec.reading import job_from_data, job_from_flags, parse_job
 from mesh.spec.resolution import resolve
-from mesh.spec.status import JobStatus
 
 __all__ = [
     "API_VERSION",
@@ -36,7 +34,6 @@ __all__ = [
     "DeploymentFacts",
     "Job",
     "JobSpec",
-    "JobStatus",
     "JobWarning",
     "admit",
     "format_duration",

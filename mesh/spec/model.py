@@ -38,7 +38,6 @@ from mesh.spec.fields import (
     gpu_mapping,
 )
 from mesh.spec.problems import refuse
-from mesh.spec.status import JobStatus
 from mesh.states import FailurePolicy, LauncherKind, NetworkScope, TransportPolicy
 from mesh.topology import GPUS_PER_NODE_CHOICES, ShapeError, Topology, resolve_topology
 
@@ -143,7 +142,8 @@ class Job(_Part):
     kind: Literal["Job"] = "Job"
     metadata: Metadata
     spec: JobSpec
-    status: JobStatus | None = None
+    status: dict[str, Any] | None = None
+    """What became of it, as `mesh.resources.RunStatus`; never taken from a user."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-able data: camelCase, defaults filled in, what was not said left out."""

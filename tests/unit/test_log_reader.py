@@ -42,7 +42,7 @@ class Run:
 
     def end(self) -> None:
         self.ended = True
-        self.reader.wake(UID)
+        self.store.notify(UID)
 
     async def lines(self, **options: Any) -> list[dict[str, Any]]:
         async with asyncio.timeout(LIMIT_S):

@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 
-from mesh import resources
 from mesh.errors import SpecError
 from mesh.reasons import Reason
-from mesh.spec import DeploymentFacts, Job, JobStatus, admit, job_from_data, job_from_flags, resolve
-from mesh.spec.status import (
-    BarrierStatus,
-    CheckpointStatus,
-    Condition,
-    EpochStatus,
-    ProcessEnd,
-    RankStatus,
-    TopologyStatus,
-)
+from mesh.spec import DeploymentFacts, Job, admit, job_from_data, job_from_flags, resolve
 
 LAPTOP = DeploymentFacts(machines=2, gpus={"H100": 1})
 RENTED = DeploymentFacts(
@@ -168,37 +158,3 @@ def test_a_command_that_overrides_the_contract_is_a_warning() -> None:
     )
     assert warning.type == "CommandOverridesContract"
     assert "--master-port=8008" in warning.message
-
-
-def test_the_status_half_has_the_keys_of_the_api() -> None:
-    pairs = [
-        (JobStatus, resources.RunStatus),
-        (RankStatus, resources.RankStatus),
-        (ProcessEnd, resources.ProcessEnd),
-        (BarrierStatus, resources.BarrierStatus),
-        (TopologyStatus, resources.TopologyStatus),
-        (Condition, resources.Condition),
-        (EpochStatus, resources.EpochStatus),
-        (CheckpointStatus, resources.CheckpointStatus),
-    ]
-    for model, typed in pairs:
-        spelled = {field.alias or name for name, field in model.model_fields.items()}
-        assert spelled == set(typed.__annotations__), model.__name__
-
-
-def test_a_run_as_the_api_shows_it_is_a_job_with_a_status() -> None:
-    shown = {
-        "metadata": {"name": "a", "uid": "01", "createdAt": 1.5, "labels": {}},
-        "spec": {"command": ["true"]},
-        "status": {
-            "state": "Running",
-            "epoch": 1,
-            "topology": {"nodes": 2, "gpusPerNode": 0, "processesPerNode": 1, "worldSize": 2},
-            "barrier": {"arrived": 2, "of": 2},
-            "ranks": [{"rank": 0, "state": "Running", "somethingNew": 1}],
-        },
-    }
-    read = Job.model_validate(shown)
-    assert read.metadata.uid == "01"
-    assert read.status is not None
-    assert (read.status.ranks[0].state, read.status.topology.world_size) == ("Running", 2)
