@@ -8,19 +8,31 @@ Rules of this file:
 3. Of a store that is not believed the answer is "it may have": a barrier may have opened, an incarnation may have
    passed it. Every member then has to be accounted for one by one.
 4. Nothing ends the line for good: what the coordinator cannot take now is made up for after the next connect.
+5. The store is asked for a sign of life all the time; the gangs hear when there is none (`core.store_silence`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
+from coordinator.core.events import (
+    BarrierOpened,
+    GangEvent,
+    LeaseGone,
+    LeaseLapsed,
+    MemberSuspected,
+    StoreHeard,
+    StoreSilent,
+)
 from coordinator.core.gang_state import Gang, MemberRecord
 from coordinator.core.resync import StoreView, members_with_lease, missed_events, unaccounted
+from coordinator.core.store_silence import PULSE_S, StorePulse
 from coordinator.core.store_trust import CatchUp, EpochKey, Floors, StoreTrust
 from mesh.errors import (
     ConflictError,
@@ -80,24 +92,30 @@ class StoreLink:
         self._lease_guard_s = lease_guard_s
         self._client: StoreClient | None = None
         self._events: GangEvents | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._lost = asyncio.Event()
         self._on_new_store = on_new_store
         self._instance = ""
         """Of the store that was connected last; empty before the first."""
         self._trust = StoreTrust()
+        self._pulse = StorePulse(time.monotonic())
 
     def start(self, events: GangEvents) -> None:
         """Keeps the line up from now on."""
         self._events = events
-        self._task = asyncio.create_task(self._keep(), name="store link")
+        self._pulse = StorePulse(time.monotonic())
+        self._tasks = [
+            asyncio.create_task(self._keep(), name="store link"),
+            asyncio.create_task(self._ask_for_life(), name="store pulse: ask"),
+            asyncio.create_task(self._look_for_life(), name="store pulse: look"),
+        ]
 
     async def stop(self) -> None:
         """Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -200,6 +218,31 @@ class StoreLink:
             self._note_instance(self._client.instance)
             await self._lost.wait()
             _log.warning("the line to the store was lost")
+
+    async def _ask_for_life(self) -> None:
+        while True:
+            asked_at = time.monotonic()
+            try:
+                await self._connected().ping()
+            except MeshError:
+                pass  # `_look_for_life` counts what did come
+            else:
+                self._tell_all(self._pulse.answered(asked_at=asked_at, now=time.monotonic()))
+            await asyncio.sleep(PULSE_S)
+
+    async def _look_for_life(self) -> None:
+        while True:
+            await asyncio.sleep(PULSE_S)
+            self._tell_all(self._pulse.look(time.monotonic()))
+
+    def _tell_all(self, event: StoreSilent | StoreHeard | None) -> None:
+        """To every gang whose epoch is under way; one that cannot take it now judges without."""
+        assert self._events is not None
+        if event is None:
+            return
+        for gang in self._events.live_gangs():
+            with suppress(asyncio.QueueFull):
+                self._events.post(gang.uid, event)
 
     def _note_instance(self, instance: str) -> None:
         before, self._instance = self._instance, instance
@@ -308,9 +351,10 @@ class StoreLink:
                 if push.name == ms.START_BARRIER:
                     self._events.post(push.gang, BarrierOpened(epoch=push.epoch, tokens=push.tokens))
             case ms.LeaseLapsed():
-                self._events.post(
-                    push.gang, LeaseLapsed(incarnation=_incarnation(push), silent_s=push.silent_s)
+                lapsed = LeaseLapsed(
+                    incarnation=_incarnation(push), silent_s=push.silent_s, said_after=self._pulse.said_after
                 )
+                self._events.post(push.gang, lapsed)
             case ms.LeaseReleased():
                 self._events.post(push.gang, LeaseGone(incarnation=_incarnation(push)))
             case ms.MemberConnectionLost():

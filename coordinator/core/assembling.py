@@ -79,6 +79,7 @@ class Assembling(Seats):
         gang.was_reclaimed_first = False
         gang.backoff_left_s = 0.0
         self._failed_at = None
+        self._unrenewed = {}
         self._due.assembly = self._now.mono + gang.plan.startup_timeout_s
         seats = gang.seats
         kept = tuple(r for r in sorted(seats) if had.get(r) == seats[r].machine)

@@ -7,9 +7,10 @@ Rules of this file:
 2. First comes what would fail again anywhere: a command that cannot be started.
 3. Then machines. One that may have been silent when the first failure was heard explains every failure; one that has
    proven itself alive since does not: its confirmed fence, or a lease that was renewed afterwards, is the proof. One
-   that lost its lease and stopped itself before a fence reached it was silent too; when all of them did, the store
-   or the way to it was, and nobody pays for that. One that was wanted back, with the notice heard first or about
-   when the first failure was, explains failures in the same way. So does one on which our supervisor was killed.
+   that lost its lease and stopped itself before a fence reached it was silent too; when all of them did, or when the
+   store was not heard here either (`store_silence`), the store or the way to it was, and nobody pays for that. One that
+   was wanted back, with the notice heard first or about when the first failure was, explains failures in the same way.
+   So does one on which our supervisor was killed.
 4. Then commands. One whose own error it was comes before one that somebody told to stop (SIGTERM), and that before one
    that complains about a peer: when one rank dies, the others' collectives fail within milliseconds, often before
    the first one's exit is heard.
@@ -23,7 +24,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.core.gang_state import Failure, Gang, MemberRecord, RestartKind, Settlement
 from mesh.ids import Rank
@@ -89,7 +90,7 @@ def _cause(gang: Gang, reclaimed: frozenset[Rank]) -> tuple[RestartKind, Failure
     silent = [m for m in gang.members.values() if _was_silent(m)]
     unannounced = [m for m in silent if m.rank not in reclaimed]
     if unannounced:
-        return _loss_kind(gang, unannounced), _end_as_failure(min(unannounced, key=_age))
+        return _loss(gang, unannounced)
     if silent or (reclaimed and gang.was_reclaimed_first):
         announced = min((m.rank for m in silent), default=min(reclaimed))
         return RestartKind.RECLAIM, _reclaim_as_failure(gang, announced)
@@ -114,11 +115,15 @@ def _was_silent(member: MemberRecord) -> bool:
     return is_lost or member.fenced_itself
 
 
-def _loss_kind(gang: Gang, silent: Sequence[MemberRecord]) -> RestartKind:
-    """Ours when every one lost its lease and lives: then it was not they who were silent."""
+def _loss(gang: Gang, silent: Sequence[MemberRecord]) -> tuple[RestartKind, Failure]:
+    """Ours when it was not they who were silent: all lost their leases and live, or the store was not heard here."""
     needed = [m for m in gang.members.values() if not m.succeeded]
     is_everybody = len(needed) > 1 and all(m.fenced_itself for m in needed) and len(silent) == len(needed)
-    return RestartKind.OURS if is_everybody else RestartKind.LOSS
+    lost = [m for m in silent if not m.store_was_silent]
+    if lost and not is_everybody:
+        return RestartKind.LOSS, _end_as_failure(min(lost, key=_age))
+    first = _end_as_failure(min(silent, key=_age))
+    return RestartKind.OURS, replace(first, reason=Reason.STORE_UNREACHABLE)
 
 
 def was_silent_before(failed_at: float | None, heard_at: float | None) -> bool:

@@ -25,9 +25,13 @@ from coordinator.core.events import (
     LeaseLapsed,
     MachineReclaimed,
     MemberSuspected,
+    StoreHeard,
+    StoreSilent,
 )
 from coordinator.core.gang_base import ASSEMBLY_STATES, RESTING_STATES
 from coordinator.core.gang_state import Failure, MemberPhase, MemberRecord, Outcome, OutcomeKind, Settlement
+from coordinator.core.store_silence import StoreSilence
+from mesh.ids import Rank
 from mesh.messages import (
     MemberExited,
     MemberFenced,
@@ -102,7 +106,8 @@ class Ending(Assembling):
     def _on_lease_lapsed(self, event: LeaseLapsed) -> None:
         member = self._current(event.incarnation)
         if member is not None:
-            heard_at = None if event.silent_s is None else self._now.mono - event.silent_s
+            said_at = self._now.mono if event.said_after is None else event.said_after
+            heard_at = None if event.silent_s is None else said_at - event.silent_s
             self._settle_lost(member, heard_at=heard_at)
 
     def _settle_lost(self, member: MemberRecord, *, heard_at: float | None) -> None:
@@ -207,15 +212,21 @@ class Ending(Assembling):
         gang = self.gang
         fenced_itself = event.reason is not None  # whatever the reason: it was not our order
         member = replace(member, fenced_exit=event.exit, fenced_itself=fenced_itself)
+        words = event.message
+        if event.reason is Reason.STORE_UNREACHABLE:
+            self._unrenewed[member.rank] = self._now.mono
+            if self._is_excused(member.rank):
+                member = replace(member, store_was_silent=True)
+                words = f"{words}{self._silence_note()}".strip()
         if member.exit is None:
             member = replace(member, ended_at=event.at)
         if gang.outcome is not None or member.succeeded:
-            message = event.message or (gang.outcome.message if gang.outcome is not None else "")
+            message = words or (gang.outcome.message if gang.outcome is not None else "")
             reason = event.reason or Reason.EPOCH_ENDED
             self._settle(member, Settlement.CONFIRMED, reason=reason, message=message)
             return
         # It fenced itself before anybody asked.
-        why_text = event.message or "it had lost its lease."
+        why_text = words or "it had lost its lease."
         message = f"Rank {member.rank} on {member.machine} stopped itself: {why_text}"
         reason = event.reason or Reason.LEASE_LOST
         is_being_replaced = member.reason is not None
@@ -223,6 +234,32 @@ class Ending(Assembling):
         self._announce("SelfFenced", message, reason=reason, rank=member.rank)
         if gang.state in ASSEMBLY_STATES and not gang.barrier_open and not is_being_replaced:
             self._give_up(settled, reason, message)
+
+    # ---- the store's silence ----------------------------------------------------------------------
+
+    def _on_store_silent(self, event: StoreSilent) -> None:
+        self._silence = StoreSilence(since=event.since)
+        for rank, member in self.gang.members.items():
+            if self._is_excused(rank) and not member.store_was_silent:
+                message = f"{member.message}{self._silence_note()}".strip()
+                self._update(replace(member, store_was_silent=True, message=message))
+        for rank in self._due.expiry:
+            self._due.expiry[rank] = self._now.mono + STORE_AWAY_LIMIT_S
+
+    def _on_store_heard(self, event: StoreHeard) -> None:
+        if self._silence is not None:
+            self._silence.until = self._now.mono
+        for rank in self._due.expiry:
+            self._due.expiry[rank] = self._now.mono + EXPIRY_LIMIT_S
+
+    def _silence_note(self) -> str:
+        assert self._silence is not None, "it explains something"
+        return f" The coordinator had heard nothing of the store for {self._silence.length_s(self._now.mono):.1f} s."
+
+    def _is_excused(self, rank: Rank) -> bool:
+        """It stopped itself for want of a renewal, and the store had been silent here as well."""
+        stopped_at = self._unrenewed.get(rank)
+        return stopped_at is not None and self._silence is not None and self._silence.explains(stopped_at)
 
     # ---- when no proof comes ----------------------------------------------------------------------
 

@@ -105,6 +105,8 @@ class LeaseLapsed:
     incarnation: Incarnation
     silent_s: float | None = LEASE_TTL_S + LEASE_GUARD_S
     """Since the store heard of it last; None when that store never did (it was restarted meanwhile)."""
+    said_after: float | None = None
+    """The store said so after this moment (the coordinator's monotonic clock): it may be read late. None: now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,18 @@ class LeaseExpiring:
 
     incarnation: Incarnation
     is_over: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSilent:
+    """This coordinator hears nothing of the store; its last answer came at `since`, on the monotonic clock."""
+
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHeard:
+    """The store answers again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +251,8 @@ GangEvent = (
     | MemberRevoked
     | FenceTaken
     | LeaseExpiring
+    | StoreSilent
+    | StoreHeard
     | CheckpointWritten
     | CheckpointLacking
     | CancelRequested

@@ -53,6 +53,8 @@ from coordinator.core.events import (
     ReservationWithdrawn,
     ResumeRequested,
     RunAccepted,
+    StoreHeard,
+    StoreSilent,
     SuspendRequested,
     TimePassed,
 )
@@ -434,6 +436,8 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     MemberRevoked: GangCore._on_member_revoked,
     FenceTaken: GangCore._on_fence_taken,
     LeaseExpiring: GangCore._on_lease_expiring,
+    StoreSilent: GangCore._on_store_silent,
+    StoreHeard: GangCore._on_store_heard,
     CancelRequested: GangCore._on_cancel_requested,
     SuspendRequested: GangCore._on_suspend_requested,
     ResumeRequested: GangCore._on_resume_requested,

@@ -20,6 +20,7 @@ from coordinator.core.gang_state import (
     OutcomeKind,
     Settlement,
 )
+from coordinator.core.store_silence import StoreSilence
 from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank
 from mesh.reasons import Reason
 from mesh.states import RunState
@@ -110,6 +111,10 @@ class GangBase:
         """How often a rank's trouble with its checkpoints was told in this epoch."""
         self._failed_at: float | None = None
         """When the epoch's first failure was heard, on the monotonic clock of this coordinator's life."""
+        self._silence: StoreSilence | None = None
+        """The last time in which this coordinator heard nothing of the store."""
+        self._unrenewed: dict[Rank, float] = {}
+        """When it was heard in this epoch that a member had stopped itself because its lease was not renewed."""
 
     # ---- the one door for state -------------------------------------------------------------------
 

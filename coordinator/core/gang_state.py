@@ -125,6 +125,8 @@ class MemberRecord:
     """It was lost, and nothing proves that it still lived when the first failure was heard."""
     fenced_itself: bool = False
     """It lost its lease, and stopped before a fence that was ordered had reached it."""
+    store_was_silent: bool = False
+    """When it did so, nothing had been heard of the store here either."""
     is_expiring: bool = False
     """It did not answer its fence: the store renews its lease no more, and is told so again after each restart."""
 

@@ -21,6 +21,8 @@ from mesh.store.messages import Message, Push, Refused, Role
 ConnectionId = NewType("ConnectionId", int)
 Output = tuple[ConnectionId, Message]
 """What to send, and to whom."""
+LATE_S = TICK_S_MAX + TTL_S_MIN * STALL_SHARE
+"""A store that ticks later than this may have left something unread."""
 StoredValue = bytes | int
 """Counters stay numbers until somebody reads them as bytes (decimal digits)."""
 
@@ -41,12 +43,20 @@ class Lease:
     """Where its last grant or renewal came from; None after that connection closed."""
     heard_at: float | None = None
     """When its holder's last grant or renewal was received; None while only the coordinator has spoken for it."""
+    unread_from: float | None = None
+    """When the store began to stand still, and nothing was received since: the next renewal may be as old."""
     is_expiring: bool = False
     """Nobody renews it any more, whoever asks."""
     is_over: bool = False
 
     def renew(self, now: float) -> None:
         self.deadline = now + self.ttl_s + self.guard_s
+
+    def heard(self, now: float) -> None:
+        """Its holder has renewed it; who is dead may have sent what lay unread while the store stood still."""
+        self.heard_at = now if self.unread_from is None else max(self.heard_at or 0.0, self.unread_from)
+        self.unread_from = None
+        self.renew(now)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -227,21 +237,29 @@ class Books:
                 heapq.heappush(deadlines, (lease.deadline, sequence, lease))
         return due
 
+    def is_late(self, now: float) -> bool:
+        """The last tick is longer ago than a store that runs lets pass."""
+        return self.last_tick is not None and now - self.last_tick > LATE_S
+
     def absolve_stall(self, now: float) -> bool:
         """A store that did not run has not heard the heartbeats of that time: no lease ends for it.
 
         Every lease starts over for whose ttl the last tick is too long ago: by `STALL_SHARE` of it, on top of
         the pause that ticks have anyhow. Returns whether there was one.
+
+        And of every lease it is noted since when nothing was read: a renewal that lay unread proves no life later.
         """
         if self.last_tick is None or now <= self.last_tick:
             return False
         gap_s = now - self.last_tick
         found = False
-        if gap_s <= TICK_S_MAX + TTL_S_MIN * STALL_SHARE:  # as nearly always; there may be many leases
+        if not self.is_late(now):  # as nearly always; there may be many leases
             self.last_tick = now
             return False
         for gang in self.gangs.values():
             for lease in gang.leases.values():
+                if lease.unread_from is None:
+                    lease.unread_from = self.last_tick
                 if gap_s > TICK_S_MAX + lease.ttl_s * STALL_SHARE:
                     lease.renew(now)
                     found = True

@@ -176,7 +176,7 @@ def _new_lease(gang: Gang, request: ms.GrantLease | ms.Expire, now: float) -> Le
 def _renew(
     books: Books, gang: Gang, lease: Lease, request_id: int, connection: ConnectionId, now: float
 ) -> list[Output]:
-    if now >= lease.deadline:
+    if now >= lease.deadline or books.is_late(now):
         books.absolve_stall(now)
         if now >= lease.deadline:
             message = LEASE_LOST.format(rank=lease.rank, epoch=gang.epoch, gang=gang.uid)
@@ -189,8 +189,7 @@ def _renew(
             f"The lease of rank {lease.rank} in epoch {gang.epoch} of gang {gang.uid} is renewed no more."
         )
         return [(connection, ms.Refused(request_id, Reason.LEASE_LOST, message))]
-    lease.heard_at = now
-    lease.deadline = now + lease.ttl_s + lease.guard_s
+    lease.heard(now)
     if lease.connection != connection:
         books.hold(lease, connection)
     return [(connection, ms.Done(request_id))]

@@ -372,7 +372,8 @@ class LeaseLapsed(NamedTuple):
     """The member is declared lost: its lease ran out, guard included.
 
     `silent_s`: since its holder's last renewal was received, which may be longer ago than the lease's length (a stall
-    is forgiven); None when this store never heard of it (it was restarted, and was told to grant the lease).
+    is forgiven). One that lay unread while the store stood still counts as received when that began. None when this
+    store never heard of it (it was restarted, and was told to grant the lease).
     """
 
     gang: RunUid

@@ -35,6 +35,7 @@ class Shortcuts:
     """Of one server. `answer` a whole frame; one that took the long way is to be remembered."""
 
     def __init__(self, books: Books) -> None:
+        self._books = books
         self._gangs = books.gangs
         self._frames: dict[bytes, tuple[type, RunUid, Epoch, Any, Any, Any]] = {}
         """By the frame: kind, gang, epoch, key (or rank), what it adds (or its token), what its answer needs."""
@@ -62,7 +63,7 @@ class Shortcuts:
         lease = gang.leases.get(key)
         if lease is None or lease.token != given or lease.connection != connection or now >= lease.deadline:
             return None
-        if lease.is_expiring:
+        if lease.is_expiring or lease.unread_from is not None or self._books.is_late(now):
             return None
         lease.heard_at = now
         lease.deadline = now + lease.ttl_s + lease.guard_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
@@ -58,6 +59,29 @@ def test_a_silence_that_is_shorter_than_a_lease_changes_nothing(lab: Lab, fault:
     host.mend()
     lab.running(beacon.name)
     unharmed(lab, beacon)
+
+
+@pytest.mark.soak
+def test_a_store_that_stands_still_for_longer_than_a_lease_costs_no_machine_and_no_budget(lab: Lab) -> None:
+    """The ranks end by themselves. The coordinator, which lives, hears nothing of the store either."""
+    beacon = lab.running_beacon("--nodes", "3")
+    hosts = [lab.host_of(beacon.name, rank) for rank in range(3)]
+    [store] = lab.head_host.processes("ray::RendezvousStore")
+    store.send_signal(signal.SIGSTOP)
+    try:
+        lab.observer.wait_for_none(beacon.uid)
+        time.sleep(LEASE_TTL_S)  # the fault's length
+    finally:
+        store.send_signal(signal.SIGCONT)
+    wait_until(lambda: len(beacon.files(epoch=2)) == 3, "the next epoch's ranks to speak", limit_s=120)
+    assert [lab.host_of(beacon.name, rank) for rank in range(3)] == hosts
+    lab.observer.assert_one_epoch_at_a_time(beacon.uid)
+    [restart] = [e for e in lab.events(beacon.name) if e["kind"] == "Restarting"]
+    assert restart["reason"] == "StoreUnreachable", restart
+    assert "counts for nothing" in restart["message"], restart
+    beacon.finish()
+    run = lab.ended(beacon.name, limit_s=120)
+    assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", 2), run["status"]
 
 
 @pytest.mark.soak

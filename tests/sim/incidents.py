@@ -47,7 +47,7 @@ class Incidents:
         self.seen: Counter[tuple[Incident, RunState]] = Counter()
         """What happened while a gang was in which state."""
         self.has_delayed_news = False
-        """What the store said may have reached a gang's core long after it was so."""
+        """A renewal may have reached the store long after it was sent."""
         self._planned: list[_Planned] = []
 
     def plan(self) -> None:
@@ -96,7 +96,6 @@ class Incidents:
             case Incident.COORDINATOR_CRASHED:
                 world.coordinator.crash()
             case Incident.DISK_FULL:
-                self.has_delayed_news = True
                 world.coordinator.disk_full_until = self._until(world.random.uniform(0.5, 15.0))
             case Incident.CAPACITY_CAME:
                 world.fleet.add_machine()
@@ -121,6 +120,7 @@ class Incidents:
 
     def _trouble_store(self, kind: Incident) -> None:
         world = self.world
+        world.coordinator.line.listen()
         match kind:
             case Incident.STORE_RESTARTED:
                 down_s = world.random.choice([0.3, 1.5, 6.0])
@@ -131,7 +131,6 @@ class Incidents:
                 world.trouble(for_s)
                 world.store.stall(for_s)
             case _:
-                self.has_delayed_news = True
                 world.line_cut_until = self._until(world.random.uniform(0.5, 12.0))
                 if world.random.random() < 0.5:
                     world.coordinator.line.hear_lost()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
 from mesh.store import messages as ms
-from mesh.store.books import ConnectionId, Output
+from mesh.store.books import ConnectionId, Lease, Output
 from mesh.store.limits import TICK_S_MAX
 from mesh.store.state import StoreState
 
@@ -231,7 +231,7 @@ class SimStore:
         if gang is not None:
             for lease in gang.leases.values():
                 if self._dozes(lease.token):
-                    lease.renew(self.clock())
+                    _hear(lease, self.clock())
 
     def renewed(self, uid: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken, ago_s: float) -> None:
         """A keeper that has dozed says when its last heartbeat was received."""
@@ -239,7 +239,7 @@ class SimStore:
         if gang is not None and gang.epoch == epoch:
             lease = gang.leases.get(rank)
             if lease is not None and lease.token == token:
-                lease.renew(self.clock() - ago_s * self.rate)
+                _hear(lease, self.clock() - ago_s * self.rate)
 
     def rouse_before(self) -> None:
         """It is about to go wrong itself: whatever dozed has been heard of until now."""
@@ -278,7 +278,13 @@ class SimStore:
             for lease in gang.leases.values():
                 keeper = keepers.get(lease.token)
                 if keeper is not None and keeper.is_dozing:
-                    lease.renew(now)
+                    _hear(lease, now)
         self._deliver_all(self.state.tick(now))
         self._ticks = False
         self._tick_on()
+
+
+def _hear(lease: Lease, at: float) -> None:
+    """A renewal that was received then."""
+    lease.renew(at)
+    lease.heard_at = at

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.core import events as ev
 from coordinator.core.gang_state import Gang, MemberRecord
 from coordinator.core.resync import StoreView, members_with_lease, missed_events, unaccounted
+from coordinator.core.store_silence import PULSE_S, StorePulse
 from coordinator.core.store_trust import CatchUp, EpochKey
 from mesh.ids import Epoch, Incarnation, RunUid
 from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
@@ -39,12 +40,15 @@ class StoreLine:
         self._waiting: dict[int, Any] = {}
         self._trust = coordinator.world.parts.trust()
         self._instance = ""
+        self._pulse = StorePulse(self.world.now)
+        self._listens = False
 
     # ---- the connection ---------------------------------------------------------------------------
 
     def connect(self) -> None:
         if self.is_over or self.is_up:
             return
+        self.listen()
         if self.world.line_cut_until > self.world.now or not self.store.connect_line(self):
             self.world.after(RECONNECT_S, self.connect)
             return
@@ -87,29 +91,54 @@ class StoreLine:
 
         return begin
 
+    def listen(self) -> None:
+        """From now on the store may not answer. What it answered until now is not simulated."""
+        if not self._listens:
+            self._listens = True
+            self._pulse = StorePulse(self.world.now - self.world.random.uniform(0.0, PULSE_S))
+            self.world.after(PULSE_S, self._look_for_life)
+
+    def _look_for_life(self) -> None:
+        if self.is_over:
+            return
+        store, now = self.store, self.world.now
+        event: ev.GangEvent | None
+        if self.is_up and not store.is_stalled and not store.is_down and self.world.line_cut_until <= now:
+            self._listens = False
+            event = self._pulse.answered(asked_at=now, now=now)
+        else:
+            self.world.after(PULSE_S, self._look_for_life)
+            event = self._pulse.look(now)
+        if event is not None:
+            for gang in self.coordinator.live_gangs():
+                self.coordinator.tell(gang.uid, event)
+
     def from_store(self, message: ms.Message) -> None:
+        answered_at = self._pulse.heard_at if self._listens else self.world.now
+        said_after = answered_at - PULSE_S
         at = max(self.world.now, self.world.line_cut_until) + self.world.random.expovariate(300.0)
         self._after_down = at = max(at, self._after_down)
-        self.world.at(at, self._hear, message, self._instance)
+        self.world.at(at, self._hear, message, self._instance, said_after)
 
-    def _hear(self, message: ms.Message, instance: str) -> None:
+    def _hear(self, message: ms.Message, instance: str, said_after: float) -> None:
         if not self.is_up or instance != self._instance:
             return
         request_id = getattr(message, "id", None)
         if request_id is None:
-            self._push(message)
+            self._push(message, said_after)
         elif (resume := self._waiting.pop(request_id, None)) is not None:
             resume(message)
 
-    def _push(self, message: ms.Message) -> None:
+    def _push(self, message: ms.Message, said_after: float) -> None:
         tell = self.coordinator.tell
         match message:
             case ms.BarrierOpened():
                 tell(message.gang, ev.BarrierOpened(epoch=message.epoch, tokens=message.tokens))
             case ms.LeaseLapsed():
-                tell(
-                    message.gang, ev.LeaseLapsed(incarnation=_incarnation(message), silent_s=message.silent_s)
+                lapsed = ev.LeaseLapsed(
+                    incarnation=_incarnation(message), silent_s=message.silent_s, said_after=said_after
                 )
+                tell(message.gang, lapsed)
             case ms.LeaseReleased():
                 tell(message.gang, ev.LeaseGone(incarnation=_incarnation(message)))
             case ms.MemberConnectionLost():

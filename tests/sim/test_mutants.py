@@ -18,6 +18,7 @@ from agents.core.lease import Lease
 from agents.core.lease_events import Confirmed, KillTree, LeaseEffect, LeaseEvent, Tell
 from coordinator.core import blame, recovery
 from coordinator.core import effects as do
+from coordinator.core.events import LeaseLapsed
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind, Restarts, Settlement
 from coordinator.core.store_trust import EpochKey, StoreTrust
@@ -26,6 +27,7 @@ from mesh.states import RunState
 from mesh.store import barrier, leases
 from mesh.store import messages as ms
 from mesh.store.books import Books, Output
+from mesh.store.books import Lease as StoredLease
 from mesh.store.state import StoreState
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.faults import Faults, Incident, mostly, shape_of
@@ -151,6 +153,15 @@ class WaitsForEver(GangCore):
         self._due.fence.clear()
 
 
+class ReadsLapsesAsNew(GangCore):
+    """Takes the store's word for new, however long it lay unread."""
+
+    def handle(self, event: Any, now: Any) -> list[do.GangEffect]:
+        if isinstance(event, LeaseLapsed):
+            event = replace(event, said_after=None)
+        return super().handle(event, now)
+
+
 class ForgetsWishes(GangCore):
     """A cancel that comes while the epoch is being fenced is answered, and lost."""
 
@@ -197,6 +208,12 @@ class TrustsEveryStore(StoreTrust):
 
     def is_believed(self, key: EpochKey, instance: str) -> bool:
         return True
+
+
+def _heard_now(lease: StoredLease, now: float) -> None:
+    """A renewal that lay unread while the store stood still is taken for a new one."""
+    lease.heard_at = now
+    lease.renew(now)
 
 
 def _charge_nothing(restarts: Restarts, kind: Any) -> Restarts:
@@ -329,6 +346,31 @@ MUTANTS = (
         caught_by="^7: more restarts in a row than any budget allows",
         patches=((recovery, "_charge", _charge_nothing),),
         faults=mostly({Incident.AGENT_DIED: 1}, at_most=8, exit_badly=0.7),
+    ),
+    Mutant(
+        name="unread renewal taken for a new one",
+        caught_by="^blame: ",
+        patches=((StoredLease, "heard", _heard_now),),
+        faults=mostly(
+            {Incident.STORE_STALLED: 1, Incident.MACHINE_LOST: 1},
+            at_most=14,
+            incidents_in=(RunState.RUNNING,),
+            exit_badly=0.0,
+            start_failure=0.0,
+            latency_s=0.05,
+        ),
+    ),
+    Mutant(
+        name="lapse that is read late taken for a new one",
+        caught_by="^blame: ",
+        parts=Parts(gang_core=ReadsLapsesAsNew),
+        faults=mostly(
+            {Incident.STORE_LINE_CUT: 2, Incident.DISK_FULL: 1, Incident.MACHINE_LOST: 2},
+            at_most=14,
+            incidents_in=(RunState.RUNNING,),
+            exit_badly=0.0,
+            start_failure=0.0,
+        ),
     ),
     Mutant(name="blame without waiting", caught_by="^blame: ", patches=((blame, "judge", _first_heard),)),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.core.gang_state import RestartKind
 from mesh.states import RunState
 from tests.sim.faults import NO_FAULTS, Faults, Incident, only, shape_of
 from tests.sim.incidents import STATES
@@ -136,6 +137,16 @@ def test_a_lost_machine_that_comes_back_finds_every_door_closed(incident: Incide
     assert ghosts or incident is Incident.CUT_OFF, (
         "a frozen process wakes; one that was cut off has been ended"
     )
+
+
+@pytest.mark.parametrize("incident", [Incident.STORE_STALLED, Incident.STORE_RESTARTED])
+def test_no_machine_pays_for_the_stores_own_troubles(incident: Incident) -> None:
+    charged: Counter[RestartKind | None] = Counter()
+    for seed in range(150):
+        world = World(seed, **shape_of(seed), faults=only(incident)).run()
+        charged.update(c.charged for gang in world.coordinator.journal.values() for c in gang.history)
+    assert charged[RestartKind.OURS] > 5, "nobody ever ran out of his lease"
+    assert set(charged) == {None, RestartKind.OURS}
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class Truth:
         if cause is None or not cause.evidence.blames_peer:
             return
         if self.world.incidents.has_delayed_news:
-            return  # a lapse that is heard late looks like a late one: a known gap
+            return  # a renewal that travelled for seconds proves no life at its end: a known gap
         deaths = self._deaths.get((gang.uid, gang.epoch), [])
         first = min(deaths, default=None)
         if first is not None and first[1] != cause.rank and first[2] != "by a peer":

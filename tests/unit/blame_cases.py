@@ -15,7 +15,7 @@ from agents.launcher.plain import Plain
 from agents.launcher.strategy import CommandEnd
 from agents.launcher.torchrun import Torchrun
 from coordinator.core.gang_state import RestartKind
-from mesh.messages import CauseEvidence, ProcessExit
+from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S, CauseEvidence, ProcessExit
 from mesh.reasons import Reason
 
 # ---- what can be heard -------------------------------------------------------------------------------
@@ -45,10 +45,16 @@ class StartFailed(Heard):
 class FencedItself(Heard):
     """The member lost its lease and says so."""
 
+    reason: Reason = Reason.LEASE_LOST
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lapsed(Heard):
     """The store: its lease ran out."""
+
+    silent_s: float | None = LEASE_TTL_S + LEASE_GUARD_S
+    read_late_s: float = 0.0
+    """For so long the store's word lay unread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,18 @@ class Gone(Heard):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspected(Heard):
     """The store: its connection closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSilent(Heard):
+    """The coordinator itself: the store has said nothing for so long. Heard before the rest of this rank's."""
+
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHeard(Heard):
+    """The coordinator itself: the store answers again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +224,7 @@ def reclaim(rank: int, victims: tuple[int, ...] = (), **more: object) -> Expecte
 
 
 M1 = "10.0.0.2"
+UNHEARD = Reason.STORE_UNREACHABLE
 KILLED, FAILED = Reason.COMMAND_KILLED, Reason.COMMAND_FAILED
 ERROR_FILE = json.dumps(
     {"message": {"message": "ValueError: loss is nan at step 812", "extraInfo": {"py_callstack": "…"}}}
@@ -492,7 +511,72 @@ MACHINES = (
                 ),
             ),
         ),
-        expected=Expected(kind=RestartKind.OURS, rank=0, reason=Reason.LEASE_LOST),
+        expected=Expected(kind=RestartKind.OURS, rank=0, reason=UNHEARD),
+    ),
+    Case(
+        name="the store is silent, and the first that stops itself has the others fenced",
+        moments=(
+            (
+                0.0,
+                (StoreSilent(rank=1, silent_s=2.5), FencedItself(rank=0, reason=UNHEARD), closed_by(M1, 2)),
+            ),
+        ),
+        expected=Expected(
+            kind=RestartKind.OURS,
+            rank=0,
+            reason=UNHEARD,
+            victims=(2,),
+            says=("heard nothing of the store for 2.5 s",),
+        ),
+        survives_crashes=False,
+    ),
+    Case(
+        name="the store was silent, and a member says late that it stopped itself for that",
+        moments=(
+            (0.0, (StoreSilent(rank=1, silent_s=1.0),)),
+            (3.0, (StoreHeard(rank=1),)),
+            (20.0, (FencedItself(rank=0, reason=UNHEARD),)),
+        ),
+        expected=Expected(kind=RestartKind.OURS, rank=0, reason=UNHEARD),
+        survives_crashes=False,
+    ),
+    Case(
+        name="a machine that is cut off long after the store was silent",
+        moments=(
+            (0.0, (StoreSilent(rank=1, silent_s=1.0),)),
+            (3.0, (StoreHeard(rank=1),)),
+            (90.0, (FencedItself(rank=0, reason=UNHEARD),)),
+        ),
+        expected=loss(0, reason=Reason.LEASE_LOST, lost=()),
+    ),
+    Case(
+        name="a machine that is cut off while the store is silent for too short to explain it",
+        moments=((0.0, (StoreSilent(rank=1, silent_s=1.2), FencedItself(rank=0, reason=UNHEARD))),),
+        expected=loss(0, reason=Reason.LEASE_LOST, lost=()),
+    ),
+    Case(
+        name="a machine that is lost while the store is silent",
+        moments=(
+            (0.0, (StoreSilent(rank=2, silent_s=2.5), FencedItself(rank=0, reason=UNHEARD))),
+            (4.0, (Lapsed(rank=1, silent_s=6.5),)),
+        ),
+        expected=loss(1),
+        survives_crashes=False,
+    ),
+    Case(
+        name="a keeper that is killed while the store is silent",
+        moments=((0.0, (StoreSilent(rank=1, silent_s=2.5), FencedItself(rank=0))),),
+        expected=loss(0, reason=Reason.LEASE_LOST, lost=()),
+    ),
+    Case(
+        name="a lost machine of which the store had heard nothing since before it stood still",
+        moments=((0.0, (plain(0, code=3), closed_by(M1, 2))), (9.0, (Lapsed(rank=1, silent_s=9.2),))),
+        expected=loss(1, (0, 2)),
+    ),
+    Case(
+        name="a lost machine whose lapse lay unread for long",
+        moments=((0.0, (plain(0, code=3),)), (30.0, (Lapsed(rank=1, read_late_s=26.5),))),
+        expected=loss(1, (0,)),
     ),
     Case(
         name="our supervisor is killed, and a peer hides the error behind an exit of its own",

@@ -19,7 +19,6 @@ from coordinator.core.gang_state import Failure, Gang, RestartKind
 from mesh import messages as msg
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.plan import RunPlan
-from mesh.reasons import Reason
 from mesh.states import FailurePolicy, RunState
 from tests.unit import blame_cases as cases
 
@@ -138,7 +137,14 @@ class Player:
                     incarnation=me, at=at, reason=heard.reason, message="no 'trian'."
                 )
             case cases.FencedItself():
-                return msg.MemberFenced(incarnation=me, at=at, reason=Reason.LEASE_LOST)
+                return msg.MemberFenced(incarnation=me, at=at, reason=heard.reason)
+            case cases.StoreSilent():
+                return ev.StoreSilent(since=self._now.mono - heard.silent_s)
+            case cases.StoreHeard():
+                return ev.StoreHeard()
+            case cases.Lapsed():
+                said_after = self._now.mono - heard.read_late_s
+                return ev.LeaseLapsed(incarnation=me, silent_s=heard.silent_s, said_after=said_after)
             case cases.Reclaimed():
                 return ev.MachineReclaimed(
                     machine=MachineName(f"m{heard.rank}"), grace_s=30.0, message="Spot price."
@@ -214,8 +220,6 @@ def _running_gang() -> Gang:
 
 def _store_event(heard: cases.Heard, me: Incarnation) -> ev.GangEvent:
     match heard:
-        case cases.Lapsed():
-            return ev.LeaseLapsed(incarnation=me)
         case cases.Gone():
             return ev.LeaseGone(incarnation=me)
         case cases.Suspected():

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
 
-from coordinator.core.events import BarrierOpened, GangEvent, LeaseGone, LeaseLapsed, MemberSuspected
+from coordinator.core.events import (
+    BarrierOpened,
+    GangEvent,
+    LeaseGone,
+    LeaseLapsed,
+    MemberSuspected,
+    StoreHeard,
+    StoreSilent,
+)
 from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
-from coordinator.store_actor import StoreServer
+from coordinator.core.store_silence import SILENT_S
+from coordinator.store_actor import StoreConnection, StoreServer
 from coordinator.store_link import StoreLink
 from mesh.errors import ConflictError, LeaseLostError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
@@ -399,3 +409,49 @@ async def test_an_epoch_that_is_gone_has_nobody_to_be_given_up(store: ListeningS
         admin = await store.connect(ms.Role.ADMIN)
         await admin.set_floor(UID, Epoch(2), 2)
         assert await link.revoke(UID, incarnation(0)) is None
+
+
+# ---- the store's silence ------------------------------------------------------------------------------
+
+
+async def test_a_store_that_stands_still_is_told_with_since_when_and_when_it_is_heard_again(
+    store: ListeningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its connections, and answers nothing; then all at once."""
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        unread: list[tuple[StoreConnection, bytes]] = []
+        receive = StoreConnection.data_received
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreConnection, "data_received", lambda self, data: unread.append((self, data)))
+            await ears.hears(StoreSilent)
+        (silent,) = [event for event in ears.heard if isinstance(event, StoreSilent)]
+        assert time.monotonic() - silent.since >= SILENT_S
+        for connection, data in unread:
+            receive(connection, data)
+        await ears.hears(StoreHeard)
+        assert [type(e) for e in ears.heard if isinstance(e, StoreSilent | StoreHeard)] == [
+            StoreSilent,
+            StoreHeard,
+        ]
+
+
+async def test_a_store_that_nobody_finds_is_silent_from_the_first_moment(store: ListeningStore) -> None:
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    await store.server.stop("nobody is there")
+    async with Line(store, ears):
+        await ears.hears(StoreSilent)
+
+
+async def test_a_lapse_is_no_younger_than_what_the_store_answered_before(store: ListeningStore) -> None:
+    ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+        member = await store.connect()
+        await member.grant_lease(UID, EPOCH, Rank(0), IncarnationToken("t0"), ttl_s=TTL_S, guard_s=GUARD_S)
+        granted_at = time.monotonic()
+        await ears.hears(LeaseLapsed, 0)
+        (lapsed,) = [event for event in ears.heard if isinstance(event, LeaseLapsed)]
+        assert lapsed.said_after is not None and lapsed.silent_s is not None
+        assert lapsed.said_after - lapsed.silent_s <= granted_at

@@ -129,12 +129,34 @@ def test_what_a_stall_forgave_does_not_make_a_silent_member_look_younger() -> No
     assert lapsed.silent_s == pytest.approx(10.0 + TTL_S + GUARD_S)
 
 
+@pytest.mark.parametrize(
+    "ticks_first", [True, False], ids=["the tick comes first", "the renewals come first"]
+)
+def test_a_renewal_that_lay_unread_while_the_store_stood_still_proves_no_life_since(
+    ticks_first: bool,
+) -> None:
+    store = Store()
+    store.lease(FIRST, 0)
+    store.lease(SECOND, 1)
+    store.tick_until(100.5)
+    store.now += 10.0  # both had sent one more; then the first one died
+    if ticks_first:
+        assert store.state.tick(store.now) == []
+    assert [store.lease(connection, rank) for connection, rank in ((FIRST, 0), (SECOND, 1))]
+    store.tick_until(store.now + 0.5)
+    store.lease(SECOND, 1)
+    last_at = store.now
+    outputs = store.tick_until(200.0)
+    lapsed = {m.rank: m.silent_s for _, m in outputs if isinstance(m, ms.LeaseLapsed)}
+    assert lapsed[Rank(0)] == pytest.approx(10.0 + TTL_S + GUARD_S), "not heard of since before the stall"
+    assert lapsed[Rank(1)] == pytest.approx(TTL_S + GUARD_S), f"heard of again, at {last_at}"
+
+
 def test_a_member_that_only_the_coordinator_spoke_for_was_never_heard() -> None:
     store = Store()
     store.lease(ADMIN, 0)
     store.lease(ADMIN, 1)
-    store.now += 1.0
-    store.state.tick(store.now)
+    store.tick_until(101.0)
     store.lease(FIRST, 1)
     outputs = store.tick_until(200.0)
     assert {m.rank: m.silent_s for _, m in outputs if isinstance(m, ms.LeaseLapsed)} == {
