@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             take_environment(state, original)
             # Not `asyncio.run`: at its end it waits for threads, and a call into a lost cluster may never return.
             asyncio.new_event_loop().run_until_complete(run(settings, state))
-    except MeshError as error:
+    except (MeshError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0

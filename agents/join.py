@@ -8,8 +8,8 @@ under a fresh name. Members, launchers and commands are Ray's to start; this pro
 Rules of this file:
 1. One agent per folder, by a lock that lives as long as the process.
 2. Nothing of an earlier life runs when the next one asks to join.
-3. A head that refuses ends the agent; one that cannot be reached is asked again for as long as it takes, once it has
-   answered before, since a machine that was cut off cannot know when the cable is put back.
+3. A head that refuses ends the agent. Once it has joined, whatever else is wrong (no connection, a disk that is full
+   here or there) is tried again for as long as it takes: a machine cannot know when the cable is put back.
 4. This process decides nothing about runs. Its raylet dies with it, and with the raylet what Ray started.
 5. Told to stop, it tells the head that this machine goes away, and stays until the run that has it has left, for a
    grace period; told again, it stops at once.
@@ -49,7 +49,7 @@ from agents.raylet_process import (
     until_alive,
 )
 from mesh import __version__
-from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, SpecError, TransportError
+from mesh.errors import AuthenticationError, ConflictError, DeploymentError, MeshError, SpecError
 from mesh.http_transport import HttpTransport, checked_url
 from mesh.reasons import Reason
 
@@ -61,6 +61,7 @@ GRACE_S_LARGEST = 3600.0
 LEAVE_LOOK_S = 0.25
 END_LIMIT_S = 8.0
 """Of everything below this process, once the raylet is gone: a supervisor ends its command's tree by itself."""
+REFUSALS = (SpecError, ConflictError, AuthenticationError)
 SOCKETS_PREFIX = "gangmesh-"
 
 _log = logging.getLogger(__name__)
@@ -212,8 +213,8 @@ class _Agent:
             try:
                 await self._live()
                 pause_s = AGAIN_FIRST_S
-            except (TransportError, MeshTimeoutError, DeploymentError) as error:
-                if not self._has_joined:
+            except (MeshError, OSError) as error:
+                if not self._has_joined or isinstance(error, REFUSALS):
                     raise
                 _log.warning("cannot join now, trying again in %g s: %s", pause_s, error)
             await asyncio.to_thread(_end_everything_below)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import platform
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,21 @@ from typing import Any
 import pytest
 import ray
 
+from agents import join
 from agents.join import JoinSettings, machine_state
 from agents.machine_folder import FOLDER_VARIABLE, machine_folder, note_environment, owner_environment
 from coordinator.deployment import StateFolder
 from coordinator.providers.joined import JoinedMachines
 from coordinator.ray_processes import ClusterTerms
 from mesh import __version__
-from mesh.errors import ConflictError, DeploymentError, SpecError
+from mesh.errors import (
+    AuthenticationError,
+    ConflictError,
+    DeploymentError,
+    SpecError,
+    StorageError,
+    TransportError,
+)
 from mesh.reasons import Reason
 
 REQUEST = {
@@ -111,3 +120,46 @@ def test_what_an_agent_is_told_is_read_or_refused_by_name(tmp_path: Path) -> Non
         }
         with pytest.raises(SpecError):
             JoinSettings.read(**given)
+
+
+@pytest.mark.parametrize("has_joined", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "may_pass"),
+    [
+        (TransportError("no connection"), True),
+        (StorageError("the head's disk is full"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (ConflictError("other versions"), False),
+        (AuthenticationError("another token"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_an_agent_that_has_joined_before_outlasts_what_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, may_pass: bool, has_joined: bool
+) -> None:
+    monkeypatch.setattr(join, "AGAIN_FIRST_S", 0.001)
+    monkeypatch.setattr(join, "_end_everything_below", lambda: None)
+    token = tmp_path / "token"
+    token.write_text("secret")
+    settings = JoinSettings.read(
+        head="10.1.2.2:80", token_file=token, address="10.1.2.3", labels=[], grace_s=5.0
+    )
+    with machine_state(tmp_path / "m") as state:
+        agent = join._Agent(settings, state)
+        agent._has_joined = has_joined
+        lives = 0
+
+        async def live() -> None:
+            nonlocal lives
+            lives += 1
+            if lives == 1:
+                raise fault
+            agent._stop.set()
+
+        monkeypatch.setattr(agent, "_live", live)
+        if may_pass and has_joined:
+            await agent._join_again_and_again()
+            assert lives == 2
+        else:
+            with pytest.raises(type(fault)):
+                await agent._join_again_and_again()
