@@ -60,7 +60,7 @@ class MemberCheckpoints:
         self, order: JoinOrder, *, machine_dir: Path, send_report: Callable[[MemberReport], Awaitable[bool]]
     ) -> None:
         self._order = order
-        self._state_dir = Folders.of(order.incarnation, machine_dir=machine_dir).state
+        self._folders = Folders.of(order.incarnation, machine_dir=machine_dir)
         self._send_report = send_report
         self._loop = asyncio.get_running_loop()
         self._call_off = threading.Event()
@@ -82,7 +82,7 @@ class MemberCheckpoints:
                 run=order.incarnation.run_uid,
                 epoch=order.incarnation.epoch,
                 rank=order.incarnation.rank,
-                state_dir=self._state_dir,
+                state_dir=self._folders.state,
                 stop=self._call_off,
                 patience_s=PATIENCE_SHARE * order.plan.startup_timeout_s,
             )
@@ -111,8 +111,8 @@ class MemberCheckpoints:
             return
         command = process_tree.read_process(pid)
         self._checkpointer = Checkpointer(
-            state_dir=self._state_dir,
-            work_dir=self._state_dir.with_name("checkpointing"),
+            state_dir=self._folders.state,
+            work_dir=self._folders.checkpointing,
             store_url=url,
             run=self._order.incarnation.run_uid,
             listener=CheckpointListener(

@@ -3,7 +3,7 @@
 Layout, below the machine's folder:
 
     runs/<uid>/<rank>/state                      the rank's state folder, kept over epochs
-    runs/<uid>/<rank>/epochs/<epoch>-<token>/    one life: spool/, error.json
+    runs/<uid>/<rank>/epochs/<epoch>-<token>/    one life: spool/, checkpointing/, error.json
 
 Rules of this file:
 1. Nothing here runs the user's code, and nothing talks to another machine.
@@ -46,6 +46,12 @@ class Folders:
     def error_file(self) -> Path:
         """What TORCHELASTIC_ERROR_FILE names."""
         return self.life / "error.json"
+
+    @property
+    def checkpointing(self) -> Path:
+        """Links and copies of what is being stored: this life's own, since a call that hangs in a store may end, and
+        clean up, in the middle of the next life."""
+        return self.life / "checkpointing"
 
     @classmethod
     def of(cls, incarnation: Incarnation, *, machine_dir: Path) -> Folders:

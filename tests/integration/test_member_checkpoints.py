@@ -132,7 +132,7 @@ async def test_what_a_rank_saves_in_its_grace_period_is_stored_and_told_before_i
         assert kinds.index(MemberFenced) > max(i for i, k in enumerate(kinds) if k is CheckpointPartStored)
     finally:
         await gang.close()
-    assert not gang.state.with_name("checkpointing").exists()
+    assert not Folders.of(gang.incarnation(0), machine_dir=gang.folder / "machine-0").checkpointing.exists()
 
 
 async def test_a_rank_begins_with_what_was_committed_and_is_told_where_it_is(
