@@ -33,8 +33,13 @@ class OrphanReaper:
     def look(self) -> None:
         zombies: set[psutil.Process] = set()
         strangers: set[psutil.Process] = set()
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
+        try:
+            children = psutil.Process().children()
+        except (psutil.Error, OSError) as error:  # no more open files, for one: the next look sees them
+            _log.warning("what is below this process cannot be looked at now: %s", error)
+            return
+        for child in children:
+            with contextlib.suppress(psutil.Error, OSError):
                 if child.status() == psutil.STATUS_ZOMBIE:
                     zombies.add(child)
                 elif not _is_ours(child):
@@ -43,7 +48,7 @@ class OrphanReaper:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(zombie.pid, os.WNOHANG)
         for stranger in strangers & self._strangers:
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, OSError):
                 _end(stranger)
         self._zombies = zombies - self._zombies
         self._strangers = strangers

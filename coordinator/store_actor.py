@@ -225,14 +225,18 @@ class StoreServer:
 
     def _tick(self) -> None:
         now = self.clock()
-        self.deliver(self.state.tick(now))
-        if now >= self._next_sweep_at:
-            self._next_sweep_at = now + self._sweep_s
-            for connection in list(self._open):
-                connection.check(now)
-        deadline = self.state.next_deadline()
-        assert deadline is not None, "there has been a tick"
-        delay_s = max(0.001, min(deadline, self._next_sweep_at) - now)
+        try:
+            self.deliver(self.state.tick(now))
+            if now >= self._next_sweep_at:
+                self._next_sweep_at = now + self._sweep_s
+                for connection in list(self._open):
+                    connection.check(now)
+            deadline = self.state.next_deadline()
+            assert deadline is not None, "there has been a tick"
+            delay_s = max(0.001, min(deadline, self._next_sweep_at) - now)
+        except Exception:  # noqa: BLE001 - the guard: without a next tick no lease would ever lapse
+            _log.exception("a tick of the rendezvous store failed")
+            delay_s = self._sweep_s
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+
+import psutil
+import pytest
+
+from agents.orphans import OrphanReaper
 
 HEAD = """
 import os, subprocess, sys, time
@@ -52,3 +58,11 @@ def test_a_stranger_is_ended_once_it_was_seen_twice_and_what_is_ours_is_not() ->
         "hidden marked keeper own",
         "marked keeper own",
     ]
+
+
+def test_a_look_that_is_not_possible_now_ends_no_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: psutil.Process) -> list[psutil.Process]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "children", fail)
+    OrphanReaper().look()

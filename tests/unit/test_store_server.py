@@ -20,6 +20,7 @@ from mesh.plan import Endpoint
 from mesh.reasons import Reason
 from mesh.store import local
 from mesh.store import messages as ms
+from mesh.store.books import Output
 from mesh.store.client import StoreClient
 from mesh.store.limits import StoreLimits
 from mesh.store.protocol import ReplyStream, encode_request
@@ -418,4 +419,25 @@ async def test_a_store_that_was_stopped_for_a_while_buries_nobody_when_it_goes_o
     await store.until(lambda: (books.last_tick or 0.0) > asyncio.get_running_loop().time() + 59.0)
     await watcher.grant_lease(GANG, E1, Rank(0), IncarnationToken("t"), ttl_s=5.0, guard_s=0.1)
     assert pushes == []
+    await store.stop()
+
+
+async def test_a_tick_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await ListeningStore().start()
+    tick = store.server.state.tick
+    faults = [RuntimeError("a bug")]
+
+    def fail_once(now: float) -> list[Output]:
+        if faults:
+            raise faults.pop()
+        return tick(now)
+
+    monkeypatch.setattr(store.server.state, "tick", fail_once)
+    pushes: list[ms.Push] = []
+    watcher = await store.connect(ms.Role.ADMIN, on_push=pushes.append)
+    await watcher.watch()
+    await watcher.set_floor(GANG, E1, 1)
+    await watcher.grant_lease(GANG, E1, Rank(0), IncarnationToken("t"), ttl_s=0.5, guard_s=0.1)
+    await store.until(lambda: any(isinstance(push, ms.LeaseLapsed) for push in pushes))
+    assert not faults
     await store.stop()
