@@ -280,6 +280,9 @@ class GangDriver:
                 self._stop(("order", effect.incarnation))
                 self._start(("revoke", effect.incarnation), self._revoke(effect))
             case FenceMember():
+                self._stop(
+                    ("fence", effect.incarnation)
+                )  # only the newest one counts: it may grant less time
                 self._start(("fence", effect.incarnation), self._fence(effect))
             case ExpireLease():
                 self._start(("expire", effect.incarnation), self._expire(effect))

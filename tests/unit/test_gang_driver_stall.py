@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import pytest
 
+from coordinator.core.effects import FenceMember
 from coordinator.core.events import BarrierOpened, GangEvent, Now, TimePassed
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang
 from coordinator.core.pace import STALLED_S
 from coordinator.gang_driver import INBOX_MAX, GangDriver, real_now
 from mesh.errors import TransportError
-from mesh.ids import Epoch, RunName, RunUid, new_token
+from mesh.ids import Epoch, Incarnation, Rank, RunName, RunUid, new_token
+from mesh.messages import FenceOrder
 from mesh.plan import RunPlan
 
 LIMIT_S = 20.0
@@ -94,3 +96,23 @@ async def test_who_found_the_inbox_full_is_told_when_the_driver_ends() -> None:
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(TransportError):
             await waiting
+
+
+async def test_a_shorter_grace_overtakes_a_fence_that_is_not_taken_yet() -> None:
+    """A machine is wanted back in two seconds, while a member that had thirty has not answered."""
+    asked: list[float] = []
+
+    class Fleet:
+        async def fence(self, order: FenceOrder) -> None:
+            asked.append(order.grace_s)
+            await asyncio.Event().wait()
+
+    driver = driver_of(Core(real_now().mono + LIMIT_S))
+    driver._fleet = cast(Any, Fleet())
+    me = Incarnation(run_uid=RunUid("run"), epoch=Epoch(1), rank=Rank(0), token=new_token())
+    for grace_s in (30.0, 2.0):
+        driver._perform(FenceMember(incarnation=me, grace_s=grace_s))
+        await asyncio.sleep(0)
+    assert asked == [30.0, 2.0]
+    await driver.stop()
+    await driver.run()
