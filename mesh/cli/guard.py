@@ -99,7 +99,11 @@ def _crash_line(error: Exception, state: Path | None) -> str:
     for folder in (state_folder(state), Path(tempfile.gettempdir())):
         try:
             path = folder / name
-            path.write_text(f"{sys.argv!r}\n{text}", encoding="utf-8", errors="backslashreplace")
+            # For its owner only, and never through a link that somebody left in a folder that all may write to: the
+            # command line has values that are secrets.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{sys.argv!r}\n{text}")
         except OSError:
             continue
         where = f"The traceback is in {path}; please report it."

@@ -183,6 +183,7 @@ def test_a_fault_of_ours_is_one_line_and_a_file(running: Shell) -> None:
     assert len(done.stderr.splitlines()) == 1
     crashes = list(running.state.glob("crash-*.log"))
     assert "KeyError" in crashes[0].read_text()
+    assert crashes[0].stat().st_mode & 0o077 == 0, "the command line is in it, with the values of -e"
     assert str(crashes[0]) in done.stderr
 
 
