@@ -63,9 +63,8 @@ async def _drain(
             spinner.say(f"Waiting until {machine['run']} has left {name}")
         while machine["run"] and not detach:
             await asyncio.sleep(LOOK_S)
-            machine = next((m for m in await client.list_machines() if m["name"] == name), machine)
-            if machine["state"] == "Lost":
-                break
+            present = [m for m in await client.list_machines() if m["name"] == name and m["state"] != "Lost"]
+            machine = present[0] if present else {**machine, "state": "Lost", "run": None}
     if output in (OutputFormat.JSON, OutputFormat.YAML):
         print_document(terminal, machine, output)
         return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mesh.cli import machines
 from mesh.cli.attend import StoryTeller, summary_of
 from mesh.cli.dry_run import print_dry_run
 from mesh.cli.exit_codes import ExitCode, code_of_error, code_of_run
@@ -340,3 +341,30 @@ def test_a_password_in_the_journals_url_is_no_argument_of_the_head(tmp_path: Pat
     options = HeadOptions(state=tmp_path, machines=2, listen="127.0.0.1:0", db="postgresql://me:secret@db/j")
     assert not any("secret" in argument for argument in options.arguments(3))
     assert head_environment(options)["GANGMESH_DB"] == "postgresql://me:secret@db/j"
+
+
+async def test_a_drain_ends_when_the_machine_is_gone_for_good(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A deployment that began again knows nothing of it."""
+    held = {"name": "local-1", "state": "InUse", "run": "r"}
+
+    class Client:
+        is_local = False
+        listings = [[held], [held], []]
+
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def list_machines(self) -> list[dict[str, Any]]:
+            return self.listings.pop(0)
+
+        async def reclaim(self, name: str, **_: Any) -> dict[str, Any]:
+            return held
+
+    monkeypatch.setattr(machines, "client_for", lambda state, url: Client())
+    monkeypatch.setattr(machines, "LOOK_S", 0.001)
+    assert await machines._drain("local-1", 5.0, "", False, OutputFormat.TABLE, None, None) == 0
+    assert "local-1 is lost" in capfd.readouterr().err
