@@ -119,7 +119,7 @@ class World:
 
     def host(self, rank: int, name: str, *, epoch: int = 1) -> None:
         self.gateways[name].host(
-            credentials(self.authority, member(rank, name, epoch=epoch)), deliver_to="127.0.0.1"
+            credentials(self.authority, member(rank, name, epoch=epoch)), deliver_to=("127.0.0.1",)
         )
 
     async def dial(self, port: int, *, to: str | None = None, by: str = "a") -> Stream:

@@ -13,8 +13,8 @@ venv=${VENV:-.venv}
 stamp=$venv/.gangmesh-environment
 
 # Debian packages that tests need and that are not on every Debian machine, as `command:package`. Installed only as
-# root, and only those whose command is missing. Empty today: all that runs here comes from Python packages.
-debian_packages=()
+# root, and only those whose command is missing.
+debian_packages=(nft:nftables)
 
 say() { printf 'environment: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }

@@ -31,7 +31,7 @@ class Speaker:
     identity: Identity
     serial: int
     context: ssl.SSLContext
-    deliver_to: str
+    deliver_to: tuple[str, ...]
     """Where it is reached on this machine, and so where it may have dialled from; empty for the machine."""
 
 
@@ -124,4 +124,4 @@ class Departure:
         here = [(rank, member) for (run, rank), member in self._members.items() if run == wanted]
         if not here:
             raise DialRefused(Refusal.UNKNOWN_TARGET, f"no member of {wanted} is up here")
-        return min(here, key=lambda found: (found[1].deliver_to != source, found[0]))[1]
+        return min(here, key=lambda found: (source not in found[1].deliver_to, found[0]))[1]

@@ -35,9 +35,9 @@ ENDED_RUNS_MAX = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Connect to this address of the machine."""
+    """Connect to the first of these addresses of the machine that takes it."""
 
-    deliver_to: str
+    deliver_to: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +65,14 @@ class Gate:
         self.machine = machine
         self.rosters: dict[RunUid, Roster] = {}
         """The newest epoch of each run that has members here; never below the run's floor."""
-        self.hosted: dict[RunUid, dict[Rank, str]] = {}
-        """Ranks of the roster's epoch that are up on this machine, and the address that they are reached at."""
+        self.hosted: dict[RunUid, dict[Rank, tuple[str, ...]]] = {}
+        """Ranks of the roster's epoch that are up on this machine, and the addresses that they are reached at."""
         self.floors: dict[RunUid, Epoch] = {}
         """The lowest epoch of a run that is not refused."""
         self.revoked = Revocations()
         self.services: frozenset[int] = frozenset()
         """Ports of this machine itself that other machines may reach."""
-        self._services_at = ""
+        self._services_at: tuple[str, ...] = ()
         self.counts: Counter[Refusal] = Counter()
 
     # ---- what the agent says --------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Gate:
         self.rosters[roster.run] = roster
         self.hosted.setdefault(roster.run, {})
 
-    def host(self, run: RunUid, epoch: Epoch, rank: Rank, *, deliver_to: str) -> None:
+    def host(self, run: RunUid, epoch: Epoch, rank: Rank, *, deliver_to: tuple[str, ...]) -> None:
         """This rank is up here. Raises FencedError when its epoch is not the roster's or its place another machine."""
         roster = self.rosters.get(run)
         place = roster.place_of(rank) if roster is not None else None
@@ -117,8 +117,8 @@ class Gate:
     def revoke(self, revocations: Revocations) -> None:
         self.revoked = revocations
 
-    def offer(self, ports: Iterable[int], *, deliver_to: str) -> None:
-        """These ports of the machine itself, at this address of it, are open to other machines; no others."""
+    def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:
+        """These ports of the machine itself, at these addresses of it, are open to other machines; no others."""
         self.services, self._services_at = frozenset(ports), deliver_to
 
     # ---- what peers ask -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from mesh.net.identity import MachineIdentity, MemberIdentity, PeerCertificate
 from mesh.net.reception import Reception
 from mesh.net.refusals import Refusal
 from mesh.net.roster import Machines, Revocations, Roster
-from mesh.net.sockets import listen, original_target, reset
+from mesh.net.sockets import has_ipv6, listen, original_target, reset
 from mesh.net.streams import Streams
 from mesh.net.tls import Credentials, client_context, server_context
 
@@ -105,7 +105,7 @@ class Gateway:
             wire += [listen(host, port) for host, port in listen_on]
             if capture_port is not None:
                 captures.append(listen("127.0.0.1", capture_port))
-                if socket.has_ipv6 and _has_ipv6_loopback():
+                if has_ipv6():
                     captures.append(listen("::1", captures[0].getsockname()[1]))
         except OSError:
             for sock in (*wire, *captures):
@@ -167,7 +167,7 @@ class Gateway:
         server, client = server_context(credentials), client_context(credentials)
         self._server = server
         self._departure.machine = Speaker(
-            identity=self.identity, serial=shown.serial, context=client, deliver_to=""
+            identity=self.identity, serial=shown.serial, context=client, deliver_to=()
         )
 
     def set_machines(self, machines: Machines) -> None:
@@ -175,7 +175,7 @@ class Gateway:
         self._departure.machines = dict(machines)
         self._apply()
 
-    def offer(self, ports: Iterable[int], *, deliver_to: str) -> None:
+    def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:
         """Services of this machine that other machines may reach; replaces those before."""
         self.gate.offer(ports, deliver_to=deliver_to)
 
@@ -184,8 +184,8 @@ class Gateway:
         self.gate.set_roster(roster)
         self._apply()
 
-    def host(self, credentials: Credentials, *, deliver_to: str) -> None:
-        """A member is up here, reached at this address; or it has a newer certificate.
+    def host(self, credentials: Credentials, *, deliver_to: tuple[str, ...]) -> None:
+        """A member is up here, at the first of these addresses that takes a connection; or it has a newer certificate.
 
         Raises FencedError when the roster does not have it here, AuthenticationError when it is no certificate of ours.
         """
@@ -259,12 +259,3 @@ class Gateway:
         task = asyncio.create_task(guarded(), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _has_ipv6_loopback() -> bool:
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
-        try:
-            sock.bind(("::1", 0))
-        except OSError:
-            return False
-    return True

@@ -163,7 +163,17 @@ class Reception:
         return True
 
 
-async def _connect(host: str, port: int) -> socket.socket | Refused:
+async def _connect(hosts: tuple[str, ...], port: int) -> socket.socket | Refused:
+    """To the first that takes it: a program may listen on one family only, whichever its peer has dialled."""
+    found: socket.socket | Refused = Refused(reason=Refusal.TARGET_UNREACHABLE, message="It has no address.")
+    for host in hosts:
+        found = await _connect_to(host, port)
+        if not isinstance(found, Refused):
+            break
+    return found
+
+
+async def _connect_to(host: str, port: int) -> socket.socket | Refused:
     where = f"{host} port {port}"
     try:
         async with asyncio.timeout(TARGET_LIMIT_S):

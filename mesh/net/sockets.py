@@ -55,6 +55,16 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def has_ipv6() -> bool:
+    """Whether this machine's loopback has an IPv6 address."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 _SO_ORIGINAL_DST = 80  # linux/netfilter_ipv4.h; IP6T_SO_ORIGINAL_DST is 80 as well
 
 

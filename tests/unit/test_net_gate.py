@@ -21,7 +21,7 @@ def gate(epoch: int = 2) -> Gate:
     """Of machine b, which has rank 1 of RUN."""
     made = Gate(deployment=DEPLOYMENT, machine=MachineName("b"))
     made.set_roster(roster(epoch))
-    made.host(RUN, Epoch(epoch), Rank(1), deliver_to="127.0.0.9")
+    made.host(RUN, Epoch(epoch), Rank(1), deliver_to=("127.0.0.9",))
     return made
 
 
@@ -48,7 +48,7 @@ def reason(decision: Decision) -> Refusal:
 
 
 def test_the_right_member_of_the_right_epoch_is_admitted() -> None:
-    assert admit(gate(), member(0, "a", epoch=2), meant()) == Admitted(deliver_to="127.0.0.9")
+    assert admit(gate(), member(0, "a", epoch=2), meant()) == Admitted(deliver_to=("127.0.0.9",))
 
 
 def test_what_is_early_may_come() -> None:
@@ -56,7 +56,7 @@ def test_what_is_early_may_come() -> None:
     assert isinstance(admit(at, member(0, "a", epoch=3), meant(epoch=3)), NotYet)
     at.set_roster(roster(3))
     assert isinstance(admit(at, member(0, "a", epoch=3), meant(epoch=3)), NotYet), "the rank is not up"
-    at.host(RUN, Epoch(3), Rank(1), deliver_to="127.0.0.9")
+    at.host(RUN, Epoch(3), Rank(1), deliver_to=("127.0.0.9",))
     assert isinstance(admit(at, member(0, "a", epoch=3), meant(epoch=3)), Admitted)
     assert reason(admit(at, member(0, "a", epoch=2), meant())) is Refusal.STALE_EPOCH
 
@@ -72,7 +72,7 @@ def test_a_floor_fences_also_a_run_that_is_not_here_any_more() -> None:
     with pytest.raises(FencedError):
         at.raise_floor(RUN, Epoch(2))
     with pytest.raises(FencedError):
-        at.host(RUN, Epoch(2), Rank(1), deliver_to="127.0.0.9")
+        at.host(RUN, Epoch(2), Rank(1), deliver_to=("127.0.0.9",))
     at.raise_floor(RUN, Epoch(3))  # said twice: no harm
 
 
@@ -80,7 +80,7 @@ def test_only_ranks_of_this_machine_can_be_up_here() -> None:
     at = gate()
     for rank in (0, 2):
         with pytest.raises(FencedError, match="has no place on b"):
-            at.host(RUN, Epoch(2), Rank(rank), deliver_to="127.0.0.9")
+            at.host(RUN, Epoch(2), Rank(rank), deliver_to=("127.0.0.9",))
 
 
 def test_a_member_that_was_replaced_within_the_epoch_loses_its_streams() -> None:
@@ -144,8 +144,8 @@ def test_everybody_else_is_refused_by_name_and_nothing_changes(
 
 def test_machines_reach_the_services_that_a_machine_offers() -> None:
     at = gate()
-    at.offer({6379}, deliver_to="127.0.0.2")
-    assert admit(at, machine("a"), meant(service=True, port=6379)) == Admitted(deliver_to="127.0.0.2")
+    at.offer({6379}, deliver_to=("127.0.0.2",))
+    assert admit(at, machine("a"), meant(service=True, port=6379)) == Admitted(deliver_to=("127.0.0.2",))
     assert reason(admit(at, machine("a"), meant(service=True))) is Refusal.PORT_NOT_OFFERED
 
 

@@ -106,7 +106,7 @@ async def test_nothing_of_what_members_say_is_on_the_wire_as_it_is() -> None:
 
 async def test_machines_reach_each_others_services_and_no_other_port() -> None:
     async with world() as mesh, member_server() as server:
-        mesh.gateways["b"].offer({server.port}, deliver_to="127.0.0.1")
+        mesh.gateways["b"].offer({server.port}, deliver_to=("127.0.0.1",))
         stream = await mesh.dial(server.port, to=machine_overlay("b"))
         stream.transport.write(b"a raylet")
         assert await (await server.next()).read(8) == b"a raylet"

@@ -343,7 +343,7 @@ async def test_an_identity_is_replaced_while_streams_run_and_a_new_authority_tak
                 gateway.set_identity(credentials(signing, machine(name), bundle_pem=bundle))
             for rank, name in enumerate(("a", "b")):
                 mesh.gateways[name].host(
-                    credentials(signing, member(rank, name), bundle_pem=bundle), deliver_to="127.0.0.1"
+                    credentials(signing, member(rank, name), bundle_pem=bundle), deliver_to=("127.0.0.1",)
                 )
             fresh = await mesh.dial(server.port)
             fresh.transport.write(b"new")

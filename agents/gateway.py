@@ -1,0 +1,273 @@
+"""The process of a machine's gateway: `python -m agents.gateway`. mesh/net/gateway.py does the work.
+
+Rules of this file:
+1. One process per machine and deployment: the lock on its folder says so.
+2. It knows nothing when it starts. Its agent tells it everything over the control socket, again after a restart; until
+   then every stream is refused.
+3. An answer on the control socket means done: addresses are there, streams of an older epoch are cut.
+4. SIGTERM and SIGINT take the redirect and the addresses away, and end it. After a SIGKILL they stay, and connections
+   to overlay addresses are refused by the kernel, until the next start replaces them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from agents.gateway_wire import (
+    FRAME_BYTES_MAX,
+    Counters,
+    Fence,
+    Host,
+    Offer,
+    Request,
+    Revoke,
+    SetIdentity,
+    SetMachines,
+    SetRoster,
+    from_wire,
+)
+from mesh.errors import DeploymentError, MeshError, RemoteProtocolError, SpecError
+from mesh.ids import MachineName
+from mesh.net import redirect
+from mesh.net.gateway import Gateway
+from mesh.net.sockets import has_ipv6
+from mesh.reasons import Reason
+from mesh.wire import FrameParser, encode_frame
+
+CONTROL_NAME = "gateway.sock"
+ADDRESSES_NAME = "addresses"
+"""The overlay addresses that this machine has from this process, one a line; written before one is given."""
+CLIENTS_MAX = 8
+"""Agents at the control socket; there is one, and sometimes the next one."""
+READ_BYTES = 64 * 1024
+_log = logging.getLogger(__name__)
+
+
+class GatewayProcess:
+    """A gateway, its redirect, and the control socket."""
+
+    def __init__(
+        self, *, folder: Path, deployment: str, machine: str, overlay: tuple[str, ...], redirects: bool
+    ) -> None:
+        self.gateway = Gateway(deployment=deployment, machine=MachineName(machine))
+        self._folder = folder
+        self._table = redirect.table_name(deployment)
+        self._overlay = tuple(net for net in overlay if ":" not in net or has_ipv6())
+        self._redirects = redirects
+        self._machines_overlay: tuple[str, ...] = ()
+        self._given: set[str] = set()
+        """Overlay addresses that this machine has from us."""
+        self._one_at_a_time = asyncio.Lock()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._control: asyncio.Server | None = None
+
+    async def start(self, *, listen_on: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+        """Returns when streams are accepted and captured; where. Raises OSError, DeploymentError."""
+        path = self._folder / CONTROL_NAME
+        path.unlink(missing_ok=True)
+        self.gateway.start(listen_on=listen_on, capture_port=0)
+        capture_port = self.gateway.capture_port
+        assert capture_port is not None
+        if self._redirects:
+            await self._take_back_addresses()
+            await redirect.apply(self._table, overlay=self._overlay, capture_port=capture_port)
+        self._control = await asyncio.start_unix_server(self._serve, path)
+        path.chmod(0o600)
+        return {"addresses": self.gateway.addresses, "capture_port": capture_port}
+
+    async def stop(self) -> None:
+        """Takes everything away again."""
+        if self._control is not None:
+            self._control.close()
+        for task in self._clients:
+            task.cancel()
+        await self.gateway.stop()
+        if self._redirects:
+            await redirect.remove(self._table, overlay=self._overlay)
+            await self._take_back_addresses()
+        (self._folder / CONTROL_NAME).unlink(missing_ok=True)
+
+    async def perform(self, request: Request) -> Any:
+        """One request, to its end. Raises MeshError."""
+        async with self._one_at_a_time:
+            match request:
+                case SetIdentity():
+                    self.gateway.set_identity(request.credentials)
+                case SetMachines():
+                    mine = request.machines.get(self.gateway.identity.machine)
+                    self._machines_overlay = mine.overlay if mine else ()
+                    self.gateway.set_machines(request.machines)
+                case SetRoster():
+                    self.gateway.set_roster(request.roster)
+                case Host():
+                    self.gateway.host(request.credentials, deliver_to=request.deliver_to)
+                case Fence():
+                    self.gateway.fence(request.run, request.floor)
+                case Revoke():
+                    self.gateway.revoke(request.revocations)
+                case Offer():
+                    self.gateway.offer(request.ports, deliver_to=request.deliver_to)
+                case Counters():
+                    return self.gateway.counters()
+            if self._redirects:
+                await self._update_addresses()
+            return None
+
+    async def _update_addresses(self) -> None:
+        wanted = set(self._machines_overlay)
+        for roster in self.gateway.gate.rosters.values():
+            for place in roster.members:
+                if place.machine == self.gateway.identity.machine:
+                    wanted.update(place.overlay)
+        if wanted == self._given:
+            return
+        given, self._given = self._given, wanted | self._given
+        await self._note_addresses()
+        for address in sorted(wanted - given):
+            await redirect.give_address(address)
+        for address in sorted(given - wanted):
+            await redirect.take_address(address)
+        self._given = wanted
+        await self._note_addresses()
+
+    async def _note_addresses(self) -> None:
+        text = "".join(f"{address}\n" for address in sorted(self._given))
+        await asyncio.to_thread((self._folder / ADDRESSES_NAME).write_text, text)
+
+    async def _take_back_addresses(self) -> None:
+        """Those of this process, or of the one before it, which may have been killed."""
+        noted = self._folder / ADDRESSES_NAME
+        before = await asyncio.to_thread(noted.read_text) if noted.exists() else ""
+        for address in sorted(self._given | set(before.split())):
+            await redirect.take_address(address)
+        self._given = set()
+        await asyncio.to_thread(noted.unlink, missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        try:
+            if len(self._clients) <= CLIENTS_MAX and _is_ours(writer):
+                await self._answer_all(reader, writer)
+        except (ConnectionError, RemoteProtocolError) as error:
+            _log.warning("a client of the control socket is gone: %s", error)
+        finally:
+            self._clients.discard(task)
+            writer.close()
+
+    async def _answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parser = FrameParser(bytes_max=FRAME_BYTES_MAX)
+        while data := await reader.read(READ_BYTES):
+            for words in parser.feed(data):
+                try:
+                    answer = {"ok": await self.perform(from_wire(words))}
+                except MeshError as error:
+                    answer = {"error": error.to_wire()}
+                writer.write(encode_frame(answer))
+                await writer.drain()
+
+
+def _is_ours(writer: asyncio.StreamWriter) -> bool:
+    """Whether it is the user of this process, or root, that has connected."""
+    credentials = writer.get_extra_info("socket").getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (0, os.geteuid())
+
+
+def take_folder(folder: Path) -> int:
+    """The folder is this process's own. Raises DeploymentError when another one has it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / "gateway.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise DeploymentError(
+            f"Another gateway runs in {folder}.", reason=Reason.DEPLOYMENT_BUSY, path=str(folder)
+        ) from None
+    return lock
+
+
+def address_and_port(text: str) -> tuple[str, int]:
+    """`10.0.0.1:7000` or `[fd00::1]:7000`. Raises SpecError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SpecError(f"{text!r} is no ADDRESS:PORT.", field="listen", got=text)
+    return host.strip("[]"), int(port)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m agents.gateway", description="A machine's gateway.")
+    parser.add_argument("--folder", type=Path, required=True, help="of this process alone")
+    parser.add_argument("--deployment", required=True)
+    parser.add_argument("--machine", required=True)
+    parser.add_argument(
+        "--listen", action="append", required=True, metavar="ADDRESS:PORT", help="may be repeated"
+    )
+    parser.add_argument(
+        "--overlay",
+        action="append",
+        metavar="NETWORK",
+        help=f"where overlay addresses are taken from; may be repeated (default: {' '.join(redirect.OVERLAY)})",
+    )
+    parser.add_argument(
+        "--no-redirect", action="store_true", help="no rules and no addresses: whoever dials the capture port"
+    )
+    return parser
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Until SIGTERM or SIGINT. Raises MeshError, OSError."""
+    listen_on = tuple(address_and_port(text) for text in options.listen)
+    lock = take_folder(options.folder)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    process = GatewayProcess(
+        folder=options.folder,
+        deployment=options.deployment,
+        machine=options.machine,
+        overlay=tuple(options.overlay or redirect.OVERLAY),
+        redirects=not options.no_redirect,
+    )
+    try:
+        ready = await process.start(listen_on=listen_on)
+        print(json.dumps(ready), flush=True)  # noqa: T201 - the word that it is ready, to who started it
+        await stop.wait()
+    finally:
+        await process.stop()
+        os.close(lock)
+
+
+def main() -> int:
+    options = build_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        uvloop.run(serve(options))
+    except (MeshError, OSError) as error:
+        print(f"gateway: {error}", file=sys.stderr)  # noqa: T201 - why it did not start
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

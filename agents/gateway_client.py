@@ -1,0 +1,63 @@
+"""How a machine's agent speaks with its gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from agents.gateway_wire import FRAME_BYTES_MAX, Request, to_wire
+from mesh.errors import MeshError, MeshTimeoutError, TransportError
+from mesh.wire import FrameParser, encode_frame
+
+ANSWER_LIMIT_S = 30.0
+"""Longer than a request's slowest part, which runs `ip` a few times."""
+READ_BYTES = 64 * 1024
+
+
+class GatewayClient:
+    """One request after the other. Make it with `connect`; always `close` it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._parser = FrameParser()
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def connect(cls, path: Path) -> GatewayClient:
+        """Raises TransportError."""
+        try:
+            return cls(*await asyncio.open_unix_connection(path))
+        except OSError as error:
+            raise TransportError(f"The gateway at {path} does not answer: {error.strerror}.") from error
+
+    async def ask(self, request: Request) -> Any:
+        """What it answers, when it is done. Raises what the gateway raised, TransportError, MeshTimeoutError."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(ANSWER_LIMIT_S):
+                    self._writer.write(encode_frame(to_wire(request), bytes_max=FRAME_BYTES_MAX))
+                    await self._writer.drain()
+                    answer = await self._next()
+            except TimeoutError:
+                self.close()  # its answer would be taken for the next one's
+                raise MeshTimeoutError(
+                    f"The gateway did not answer {type(request).__name__}.", timeout_s=ANSWER_LIMIT_S
+                ) from None
+            except OSError as error:
+                raise TransportError(f"The gateway is gone: {error}.") from error
+        if "error" in answer:
+            raise MeshError.from_wire(answer["error"])
+        return answer["ok"]
+
+    async def _next(self) -> dict[str, Any]:
+        while True:
+            data = await self._reader.read(READ_BYTES)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            for answer in self._parser.feed(data):
+                return dict(answer)
+
+    def close(self) -> None:
+        self._writer.close()

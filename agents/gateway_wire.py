@@ -1,0 +1,166 @@
+"""What a machine's gateway process is told over its control socket. Frames of mesh/wire.py, one answer for each. Pure.
+
+Rules of this file:
+1. A request is a map with `do`; an answer is {"ok": …} or {"error": what MeshError.to_wire gives}.
+2. Whoever speaks here is this machine's agent, so what is wrong is a fault of this program.
+3. Serials are hex text: they have 160 bits, msgpack's numbers 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.errors import RemoteProtocolError
+from mesh.ids import Epoch, MachineName, Rank, RunUid
+from mesh.net.roster import MachinePlace, Machines, MemberPlace, Revocations, Roster
+from mesh.net.tls import Credentials
+
+FRAME_BYTES_MAX = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetIdentity:
+    credentials: Credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetMachines:
+    machines: Machines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetRoster:
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    credentials: Credentials
+    deliver_to: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    run: RunUid
+    floor: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoke:
+    revocations: Revocations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    ports: frozenset[int]
+    deliver_to: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Answered with `Gateway.counters()`."""
+
+
+Request = SetIdentity | SetMachines | SetRoster | Host | Fence | Revoke | Offer | Counters
+
+
+def to_wire(request: Request) -> dict[str, Any]:
+    words: dict[str, Any] = {"do": type(request).__name__}
+    match request:
+        case SetIdentity():
+            return words | _credentials_out(request.credentials)
+        case SetMachines():
+            return words | {
+                "machines": {
+                    name: [[list(at) for at in place.gateway], list(place.overlay)]
+                    for name, place in request.machines.items()
+                }
+            }
+        case SetRoster():
+            members = [[m.rank, m.machine, list(m.overlay)] for m in request.roster.members]
+            return words | {"run": request.roster.run, "epoch": request.roster.epoch, "members": members}
+        case Host():
+            return words | _credentials_out(request.credentials) | {"deliver_to": list(request.deliver_to)}
+        case Fence():
+            return words | {"run": request.run, "floor": request.floor}
+        case Revoke():
+            revoked = request.revocations
+            return words | {
+                "serials": sorted(f"{s:x}" for s in revoked.serials),
+                "machines": sorted(revoked.machines),
+            }
+        case Offer():
+            return words | {"ports": sorted(request.ports), "deliver_to": list(request.deliver_to)}
+        case Counters():
+            return words
+
+
+def from_wire(words: Any) -> Request:
+    """Raises RemoteProtocolError."""
+    try:
+        request: Request = _READERS[words["do"]](words)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RemoteProtocolError(f"This is no request to a gateway: {error!r}.") from error
+    return request
+
+
+def _credentials_out(credentials: Credentials) -> dict[str, Any]:
+    return {
+        "certificate": credentials.certificate_pem,
+        "key": credentials.key_pem,
+        "bundle": credentials.bundle_pem,
+    }
+
+
+def _credentials(words: Mapping[str, Any]) -> Credentials:
+    return Credentials(
+        certificate_pem=bytes(words["certificate"]),
+        key_pem=bytes(words["key"]),
+        bundle_pem=bytes(words["bundle"]),
+    )
+
+
+def _machines(words: Mapping[str, Any]) -> SetMachines:
+    return SetMachines(
+        machines={
+            MachineName(name): MachinePlace(
+                gateway=tuple((str(host), int(port)) for host, port in gateway), overlay=tuple(overlay)
+            )
+            for name, (gateway, overlay) in words["machines"].items()
+        }
+    )
+
+
+def _roster(words: Mapping[str, Any]) -> SetRoster:
+    members = tuple(
+        MemberPlace(rank=Rank(int(rank)), machine=MachineName(machine), overlay=tuple(overlay))
+        for rank, machine, overlay in words["members"]
+    )
+    return SetRoster(
+        roster=Roster(run=RunUid(words["run"]), epoch=Epoch(int(words["epoch"])), members=members)
+    )
+
+
+def _revocations(words: Mapping[str, Any]) -> Revoke:
+    return Revoke(
+        revocations=Revocations(
+            serials=frozenset(int(serial, 16) for serial in words["serials"]),
+            machines=frozenset(MachineName(name) for name in words["machines"]),
+        )
+    )
+
+
+_READERS: Mapping[str, Any] = {
+    "SetIdentity": lambda words: SetIdentity(credentials=_credentials(words)),
+    "SetMachines": _machines,
+    "SetRoster": _roster,
+    "Host": lambda words: Host(credentials=_credentials(words), deliver_to=tuple(words["deliver_to"])),
+    "Fence": lambda words: Fence(run=RunUid(words["run"]), floor=Epoch(int(words["floor"]))),
+    "Revoke": _revocations,
+    "Offer": lambda words: Offer(
+        ports=frozenset(int(port) for port in words["ports"]), deliver_to=tuple(words["deliver_to"])
+    ),
+    "Counters": lambda words: Counters(),
+}

@@ -1,0 +1,153 @@
+"""Captures connections to overlay addresses with nftables, and keeps those addresses on this machine.
+
+Rules of this file:
+1. One table per deployment, written as one transaction: there is no moment without rules, or with half of them.
+2. Nothing else on the machine is touched; what is ours can be told by its name, and is taken away at the end, or, after
+   a crash, replaced at the next start.
+3. Nothing for an overlay address ever leaves the machine in the clear: what is not TCP is rejected, a dead gateway
+   means "connection refused", and without the rules the route ends at `lo`.
+4. The text of the rules is pure; `apply` and the others run `nft` and `ip`, each with a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import shutil
+import subprocess
+from collections.abc import Sequence
+from ipaddress import ip_address, ip_network
+
+from mesh.errors import DeploymentError
+from mesh.reasons import Reason
+
+OVERLAY = ("198.18.0.0/15", "fd67:6d00::/32")
+"""Where overlay addresses are taken from. The first is RFC 2544's, for benchmarks: no provider routes it."""
+COMMAND_LIMIT_S = 10.0
+_log = logging.getLogger(__name__)
+_PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
+
+
+def table_name(deployment: str) -> str:
+    """The table of a deployment: nft takes few characters in a name, a deployment's name may have others."""
+    return f"gangmesh_{hashlib.sha256(deployment.encode()).hexdigest()[:12]}"
+
+
+def rules(table: str, *, overlay: Sequence[str], capture_port: int) -> str:
+    """What `nft -f` is given: the old table goes and the new one comes, or nothing happens."""
+    networks = [ip_network(text) for text in overlay]
+    matches = [f"    {'ip' if net.version == 4 else 'ip6'} daddr {net}" for net in networks]
+    redirects = "\n".join(f"{match} meta l4proto tcp redirect to :{capture_port}" for match in matches)
+    rejects = "\n".join(f"{match} reject with icmpx admin-prohibited" for match in matches)
+    return f"""table inet {table} {{}}
+delete table inet {table}
+table inet {table} {{
+  chain capture {{
+    type nat hook output priority -100; policy accept;
+    fib daddr type local return
+{redirects}
+  }}
+  chain keep {{
+    type filter hook output priority 0; policy accept;
+    fib daddr type local return
+{rejects}
+  }}
+}}
+"""
+
+
+def removal(table: str) -> str:
+    """Takes the table away, also when it is not there."""
+    return f"table inet {table} {{}}\ndelete table inet {table}\n"
+
+
+def why_not() -> str | None:
+    """What this machine lacks for a redirect; None when nothing that can be seen without trying."""
+    missing = [
+        f"{name} (package {package})" for name, package in _PROGRAMS.items() if shutil.which(name) is None
+    ]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+async def apply(table: str, *, overlay: Sequence[str], capture_port: int) -> None:
+    """Routes and rules are in force when it returns. Raises DeploymentError; then there are no rules of ours."""
+    lacking = why_not()
+    if lacking is not None:
+        raise DeploymentError(
+            f"Connections cannot be redirected: {lacking}.", hint=_OTHERWISE, reason=Reason.FORBIDDEN
+        )
+    try:
+        for text in overlay:
+            await _run("ip", "route", "replace", str(ip_network(text)), "dev", "lo")
+        await _run("nft", "-f", "-", given=rules(table, overlay=overlay, capture_port=capture_port))
+    except _CommandFailed as error:
+        await remove(table, overlay=overlay)
+        raise DeploymentError(
+            f"Connections cannot be redirected: {error}", hint=_OTHERWISE, reason=Reason.FORBIDDEN
+        ) from error
+
+
+async def remove(table: str, *, overlay: Sequence[str]) -> None:
+    """Takes rules and routes away. May be called again."""
+    try:
+        await _run("nft", "-f", "-", given=removal(table))
+    except _CommandFailed as error:
+        _log.warning("the rules of %s stay: %s", table, error)
+    for text in overlay:
+        with contextlib.suppress(_CommandFailed):  # it was not there
+            await _run("ip", "route", "del", str(ip_network(text)), "dev", "lo")
+
+
+async def give_address(address: str) -> None:
+    """This overlay address is this machine's. Raises DeploymentError."""
+    try:
+        await _run("ip", "address", "replace", _host(address), "dev", "lo", *_no_dad(address))
+    except _CommandFailed as error:
+        raise DeploymentError(
+            f"{address} cannot be made an address of this machine: {error}", reason=Reason.FORBIDDEN
+        ) from error
+
+
+async def take_address(address: str) -> None:
+    """It is not any more. May be called again."""
+    with contextlib.suppress(_CommandFailed):  # it was not there
+        await _run("ip", "address", "del", _host(address), "dev", "lo")
+
+
+_OTHERWISE = "It needs root (CAP_NET_ADMIN) and a kernel with nf_tables."
+
+
+class _CommandFailed(Exception):
+    """A program did not do it; the message has what it said."""
+
+
+async def _run(*command: str, given: str = "") -> None:
+    """In a thread: uvloop's own subprocesses lose a stdin whose reader has ended."""
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            command,
+            input=given.encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=COMMAND_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _CommandFailed(f"{' '.join(command)} took over {COMMAND_LIMIT_S:g} s") from error
+    except OSError as error:
+        raise _CommandFailed(f"{command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _CommandFailed(f"{' '.join(command)}: {words[0][:200] if words else done.returncode}")
+
+
+def _host(address: str) -> str:
+    ip = ip_address(address)
+    return f"{ip}/{ip.max_prefixlen}"
+
+
+def _no_dad(address: str) -> tuple[str, ...]:
+    """Without it a new IPv6 address cannot be used for a second, while nobody is asked whether it is taken."""
+    return ("nodad",) if ip_address(address).version == 6 else ()
