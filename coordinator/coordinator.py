@@ -18,7 +18,6 @@ from coordinator.checkpoint_store import CheckpointStore
 from coordinator.core.effects import OrderMember
 from coordinator.core.events import (
     CancelRequested,
-    CoordinatorRecovered,
     FaultRehearsed,
     GangEvent,
     MachineReclaimed,
@@ -30,6 +29,7 @@ from coordinator.core.events import (
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
+from coordinator.driver_care import DriverCare
 from coordinator.fleet import Fleet, MachineFacts
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
@@ -87,27 +87,30 @@ class Coordinator:
         self._driver_tasks: dict[RunUid, asyncio.Task[None]] = {}
         self._names: dict[str, RunUid] = {}
         self._news = asyncio.Event()
-        self._faults: dict[str, str] = {}
-        """Drivers that ended by a fault of this program, and the fault: told by `status`."""
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._is_stopping = False
+        self._care = DriverCare(
+            journal=journal,
+            fleet=fleet,
+            now=now,
+            adopt=self._adopt,
+            is_current=lambda driver: self._drivers.get(driver.uid) is driver,
+            spawn=self._in_background,
+        )
 
     async def start(self) -> None:
         """Opens the journal, reads every run, and resumes what was under way."""
         await self._journal.open()
-        for row in await self._journal.runs():
-            gang = gang_of(row.record)
-            self._adopt(gang, row.job)
-            self._drivers[gang.uid].post(CoordinatorRecovered())
+        await self._care.take_up(await self._journal.runs())
 
     async def stop(self) -> None:
         """Stops deciding; the gangs run on. Idempotent."""
         self._is_stopping = True
         self._news.set()
         await asyncio.gather(*(self._stop_driver(uid) for uid in list(self._drivers)))
-        for task in list(self._forgetting):
+        for task in list(self._background):
             task.cancel()
-        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._journal.close()
 
     async def _stop_driver(self, uid: RunUid) -> None:
@@ -137,13 +140,12 @@ class Coordinator:
         self._names[gang.plan.name] = gang.uid
         task = asyncio.create_task(driver.run(), name=f"{gang.plan.name}: driver")
         self._driver_tasks[gang.uid] = task
-        task.add_done_callback(self._driver_ended)
+        task.add_done_callback(lambda ended: self._driver_ended(driver, ended))
         return driver
 
-    def _driver_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            _log.critical("%s failed; the run stands still", task.get_name(), exc_info=task.exception())
-            self._faults[task.get_name()] = repr(task.exception())
+    def _driver_ended(self, driver: GangDriver, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            self._care.fell(driver, fault)
 
     def _tell_news(self) -> None:
         self._news.set()
@@ -277,6 +279,7 @@ class Coordinator:
             del self._names[name]
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
+            self._care.forget(driver.uid)
             self._forget_checkpoints(driver.uid)
             clearing = self._in_background(self._clear_machines(driver.uid), f"clear machines of {name}")
             await asyncio.wait(
@@ -291,8 +294,8 @@ class Coordinator:
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
         return task
 
     def _forget_checkpoints(self, uid: RunUid) -> None:
@@ -366,8 +369,9 @@ class Coordinator:
         trouble = self._storage_trouble()
         if trouble is not None:
             details["journal"] = trouble
-        if self._faults:
-            details["standing still"] = "; ".join(f"{name} ({fault})" for name, fault in self._faults.items())
+        faults = {self._drivers[uid].core.gang.plan.name: fault for uid, fault in self._care.faults().items()}
+        if faults:
+            details["faults"] = "; ".join(f"run {name} ({fault})" for name, fault in faults.items())
         return {
             "state": "Stopping" if self._is_stopping else "Ready",
             "version": str(self._deployment.get("version", "")),

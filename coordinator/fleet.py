@@ -55,6 +55,14 @@ class MachineFacts:
     """Nobody gets it any more: it is wanted back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMachine:
+    """A machine that a run holds."""
+
+    name: MachineName
+    reservation: int
+
+
 class MemberGoneError(PlacementError):
     """The member's actor is dead, or could not be created."""
 
@@ -86,6 +94,10 @@ class Fleet(Protocol):
 
         Unless `is_clean`, everything of the run that still runs there is killed first, and that is proven.
         """
+        ...
+
+    async def held_by(self, uid: RunUid) -> list[HeldMachine]:
+        """Every machine of this run, also of reservations that nobody remembers; nobody may be asking for more."""
         ...
 
     async def cordon(self, machine: MachineName) -> None:

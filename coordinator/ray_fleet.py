@@ -30,7 +30,7 @@ from agents.node import MemberNode
 from agents.sweep import remove_run_here, sweep_here
 from coordinator import ray_harm, ray_notes
 from coordinator.core.events import Placement
-from coordinator.fleet import MachineFacts, MemberGoneError, Shape, Waiting
+from coordinator.fleet import HeldMachine, MachineFacts, MemberGoneError, Shape, Waiting
 from coordinator.ray_call import ask_ray
 from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL
 from coordinator.ray_groups import Key
@@ -124,6 +124,10 @@ class RayFleet:
 
     async def withdraw(self, uid: RunUid, reservation: int) -> None:
         await self._reservations.withdraw(Key(uid, reservation))
+
+    async def held_by(self, uid: RunUid) -> list[HeldMachine]:
+        held = await self._reservations.held_by(uid)
+        return [HeldMachine(name=machine, reservation=key.reservation) for machine, key in held]
 
     async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
         key = Key(uid, reservation)

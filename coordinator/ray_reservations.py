@@ -34,7 +34,7 @@ from coordinator.ray_call import ask_ray
 from coordinator.ray_commands import SLOT_RESOURCE
 from coordinator.ray_groups import Key
 from mesh.errors import MeshTimeoutError, TransportError
-from mesh.ids import MachineName
+from mesh.ids import MachineName, RunUid
 
 CREATION_LIMIT_S = 5.0
 READY_POLL_FIRST_S, READY_POLL_MAX_S = 0.002, 0.1
@@ -304,6 +304,15 @@ class RayReservations:
         machines = self._books.machines_of(key)
         await self.give_back(machines)
         return machines
+
+    async def held_by(self, uid: RunUid) -> list[tuple[MachineName, Key]]:
+        """Every machine of this run. What is being made for it now is made, or removed, first (rule 2)."""
+        await self._load()
+        attempts = [w.attempt for w in self._books.wishes.values() if w.key.uid == uid and w.attempt]
+        if attempts:
+            await asyncio.wait(attempts)
+        held = [(machine, held.key) for machine, held in self._books.held.items() if held.key.uid == uid]
+        return sorted(held, key=lambda each: natural(each[0]))
 
     async def holds(self, key: Key, machine: MachineName) -> bool:
         """Whether the machine is held under this reservation."""

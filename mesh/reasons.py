@@ -62,5 +62,6 @@ class Reason(StrEnum):
     PORT_TAKEN = "PortTaken"
     STATE_NOT_WRITABLE = "StateNotWritable"
     STORAGE_FULL = "StorageFull"
+    UNREADABLE = "Unreadable"
     PACKAGE_SHADOWED = "PackageShadowed"
     INTERNAL = "InternalError"

@@ -66,7 +66,7 @@ class Journal(Protocol):
         ...
 
     async def runs(self) -> list[RunRow]:
-        """Every undeleted run, oldest first."""
+        """Every undeleted run, oldest first. What cannot be read of a row is empty there, and stops nothing."""
         ...
 
     async def delete_run(self, uid: RunUid, at: float) -> None:

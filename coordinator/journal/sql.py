@@ -196,7 +196,7 @@ class SqlJournal:
         async with self._transaction() as connection:
             found = (await connection.execute(sa.select(_runs).where(_runs.c.uid == uid))).first()
             if found is not None:  # the rest stays, for a request that is repeated
-                job, plan = json.loads(found.job), {**json.loads(found.plan), "env": []}
+                job, plan = _read(found.job), {**_read(found.plan), "env": []}
                 job.get("spec", {}).pop("env", None)
                 await connection.execute(
                     _runs.update()
@@ -256,13 +256,23 @@ def _changing_part(record: dict[str, Any]) -> str:
 
 
 def _run_row(row: Any) -> RunRow:
+    record = _read(row.record)
     return RunRow(
         uid=RunUid(row.uid),
         name=row.name,
-        job=json.loads(row.job),
-        record={**json.loads(row.record), "plan": json.loads(row.plan)},
+        job=_read(row.job),
+        record={**record, "plan": _read(row.plan)} if record else record,
         created_at=row.created_at,
     )
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Empty when this is no object in JSON: one row that was damaged is for whoever looks at that row."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {}
 
 
 def _storage_error(error: BaseException) -> StorageError:

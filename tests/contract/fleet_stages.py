@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coordinator.core.events import Placement
-from coordinator.fleet import MachineFacts, Shape, Waiting
+from coordinator.fleet import HeldMachine, MachineFacts, Shape, Waiting
 from mesh.ids import MachineName, RunUid
 from tests.contract.ray_fleet_host import LINE_BYTES_MAX, decode, encode
 from tests.fakes.fleet import FakeFleet
@@ -170,6 +170,9 @@ class RemoteFleet:
 
     async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
         await self._stage.call("fleet", "release", uid, reservation, machine, is_clean=is_clean)
+
+    async def held_by(self, uid: RunUid) -> list[HeldMachine]:
+        return list(await self._stage.call("fleet", "held_by", uid))
 
     async def cordon(self, machine: MachineName) -> None:
         await self._stage.call("fleet", "cordon", machine)

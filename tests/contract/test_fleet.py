@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coordinator.fleet import Shape, Waiting
+from coordinator.fleet import HeldMachine, Shape, Waiting
 from mesh.errors import NotFoundError
 from mesh.ids import Incarnation, MachineName, RunUid, new_run_uid
 from tests.contract.fleet_stages import FakeStage, RayStage, Stage
@@ -148,6 +148,9 @@ async def test_asking_again_finds_what_is_held_also_after_a_crash(stage: Stage, 
     await stage.crash_coordinator()
     assert await one.reserve(2) == held
     await stage.crash_coordinator()
+    known = [HeldMachine(name=machine, reservation=1) for machine in held]
+    assert await stage.fleet.held_by(one.uid) == known
+    assert await stage.fleet.held_by(asker().uid) == []
     await one.withdraw()
     assert len(await asker().reserve(3)) == 3
 

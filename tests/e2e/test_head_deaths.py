@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -118,3 +120,33 @@ def test_a_killed_head_leaves_no_process_and_the_next_one_restarts_what_it_ran(t
         mesh.cli("cancel", name)
         mesh.no_process_left(mesh.ended(name))
         assert mesh.cli("run", "--nodes", "2", "--", "echo", "new life").stdout.count("new life") == 2
+
+
+@pytest.mark.long
+def test_a_damaged_row_of_the_journal_costs_its_run_and_nobody_else(tmp_path: Path) -> None:
+    """The coordinator that comes back cannot read it: what runs there is ended, and the machine is another's."""
+    with real_mesh(tmp_path, "--machines", "2") as mesh:
+        broken = mesh.submit("--", "sleep", "600")
+        gate = mesh.gate("damaged-row")
+        well = mesh.submit("--", "sh", "-c", f"{WAIT_FOR.format(gate)}; echo whole")
+        mesh.running(broken)
+        mesh.running(well)
+        uid = mesh.run(broken)["metadata"]["uid"]
+        with contextlib.closing(sqlite3.connect(mesh.state / "journal.db", timeout=30)) as database:
+            database.execute("UPDATE runs SET record = substr(record, 1, 100) WHERE name = ?", (broken,))
+            database.commit()
+        victim = mesh.one("ray::CoordinatorActor")
+        victim.kill()
+        wait_until(
+            lambda: [p for p in mesh.named("ray::CoordinatorActor") if p.pid != victim.pid],
+            "another coordinator",
+        )
+        run = mesh.ended(broken)
+        assert (run["status"]["state"], run["status"]["reason"]) == ("Failed", "Unreadable"), run["status"]
+        assert "cannot be read" in mesh.cli("describe", broken).stdout
+        wait_until(lambda: not mesh.tree(uid), "everything of it to be ended")
+        mesh.ended(mesh.submit("--", "true"))
+        gate.touch()
+        done = mesh.ended(well)
+        assert (done["status"]["state"], done["status"]["epoch"]) == ("Succeeded", 1)
+        mesh.cli("delete", broken)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from agents.chaos import HarmOrder
 from coordinator.core.events import Placement
-from coordinator.fleet import MachineFacts, Shape, Waiting, matches, why_waiting
+from coordinator.fleet import HeldMachine, MachineFacts, Shape, Waiting, matches, why_waiting
 from mesh.errors import NotFoundError, TransportError
 from mesh.ids import Epoch, Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
@@ -83,6 +83,15 @@ class FakeFleet:
                 self.held[(uid, reservation)] = left
             self._changed.notify_all()
 
+    async def held_by(self, uid: RunUid) -> list[HeldMachine]:
+        self._may_fail()
+        return [
+            HeldMachine(name=machine, reservation=reservation)
+            for (holder, reservation), machines in self.held.items()
+            for machine in machines
+            if holder == uid
+        ]
+
     async def cordon(self, machine: MachineName) -> None:
         if machine not in self.names:
             raise NotFoundError(f"There is no machine {machine}.", hint="See them all: mesh get machines")
@@ -124,6 +133,7 @@ class FakeStore:
         self.opened: set[tuple[RunUid, Epoch]] = set()
         self.epochs: list[tuple[RunUid, Epoch, int]] = []
         self.forgotten: list[tuple[RunUid, Epoch]] = []
+        self.expired: list[Incarnation] = []
 
     async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, *, is_new: bool) -> None:
         self.epochs.append((uid, epoch, size))
@@ -133,6 +143,10 @@ class FakeStore:
 
     async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
         return (uid, incarnation.epoch) in self.opened
+
+    async def expire(self, uid: RunUid, incarnation: Incarnation) -> bool:
+        self.expired.append(incarnation)
+        return False
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         self.forgotten.append((uid, epoch))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from coordinator import driver_care
 from coordinator.coordinator import Coordinator
-from coordinator.core.effects import OrderMember
-from coordinator.core.events import BarrierOpened
+from coordinator.core.effects import GangEffect, OrderMember
+from coordinator.core.events import BarrierOpened, GangEvent, Now
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
@@ -83,6 +86,19 @@ class Bench:
             while (run := await self.coordinator.get_run(name))["status"]["state"] != state:
                 await asyncio.sleep(0.001)
             return run
+
+    async def until_cancelled(self, name: str) -> None:
+        """Asked again until somebody looks after the run; its members confirm their fences."""
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await self.coordinator.cancel(name, "")
+                    break
+                except TransportError:
+                    await asyncio.sleep(0.001)
+        await self.until(lambda: bool(self.fleet.fences))
+        await self.fenced()
+        await self.until_state(name, RunState.CANCELLED)
 
     def incarnations(self) -> list[Incarnation]:
         return [order.incarnation for order in self.fleet.orders]
@@ -267,14 +283,86 @@ async def test_a_full_disk_refuses_new_work_keeps_what_runs_and_ends_when_there_
     await bench.submit("more")
 
 
-async def test_a_driver_that_fails_is_told_by_status(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- faults of our own, and rows that cannot be read --------------------------------------------------
+
+
+async def test_a_driver_that_fell_is_made_anew_from_the_journal_and_told_by_status(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_care, "REVIVE_FIRST_S", 0.001)
     await bench.submit("unlucky")
-    monkeypatch.setattr(GangCore, "handle", lambda *_: 1 / 0)
+    await bench.start_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(GangCore, "handle", lambda *_: 1 / 0)
+        with pytest.raises(TransportError):
+            await bench.coordinator.cancel("unlucky", "")
+    await bench.until_cancelled("unlucky")
+    assert bench.fleet.unclean == [], "its members were stopped as ever"
+    assert "ZeroDivisionError" in (await bench.coordinator.status())["details"]["faults"]
+
+
+async def test_a_run_at_which_the_coordinator_fails_again_and_again_has_failed_and_is_swept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_care, "REVIVE_FIRST_S", 0.001)
+    await bench.submit("doomed")
+    await bench.start_all()
+    handle, handled = GangCore.handle, []
+
+    def fail(core: GangCore, event: GangEvent, now: Now) -> list[GangEffect]:
+        handled.append(event)
+        if core.gang.state is not RunState.FAILED:
+            raise RuntimeError("a fault of the core")
+        return handle(core, event, now)
+
+    monkeypatch.setattr(GangCore, "handle", fail)
     with pytest.raises(TransportError):
-        await bench.coordinator.cancel("unlucky", "")
+        await bench.coordinator.cancel("doomed", "")
+    run = await bench.until_state("doomed", RunState.FAILED)
+    assert run["status"]["reason"] == "InternalError"
+    assert "4 times in a row: RuntimeError('a fault of the core')" in run["status"]["message"]
+    await bench.until(lambda: not bench.fleet.held)
+    assert sorted(bench.fleet.unclean) == bench.fleet.names
+    assert [e["kind"] for e in await bench.coordinator.events(0, "doomed", 100, 0.0)][-1] == "Failed"
     monkeypatch.undo()
-    await bench.until(lambda: bool(bench.coordinator._faults))
-    assert "ZeroDivisionError" in (await bench.coordinator.status())["details"]["standing still"]
+    await bench.restart()
+    assert (await bench.coordinator.get_run("doomed"))["status"]["state"] == RunState.FAILED
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE runs SET record = '{\"state\": \"Run' WHERE name = 'broken'",
+        "UPDATE runs SET record = '[]' WHERE name = 'broken'",
+        "UPDATE runs SET record = json_set(record, '$.state', 'Flying') WHERE name = 'broken'",
+        "UPDATE runs SET record = json_remove(record, '$.holdings') WHERE name = 'broken'",
+        "UPDATE runs SET plan = 'null', job = 'x' WHERE name = 'broken'",
+    ],
+    ids=["torn", "no object", "an unknown state", "a part is missing", "plan and job"],
+)
+async def test_a_row_that_cannot_be_read_fails_its_run_and_stops_nothing_else(
+    bench: Bench, damage: str
+) -> None:
+    await bench.submit("broken")
+    await bench.start_all()
+    await bench.coordinator.submit({"spec": {}}, _plan("waits", nodes=1).to_record(), None)
+    await bench.coordinator.stop()
+    with contextlib.closing(sqlite3.connect(bench.folder / "journal.db")) as database:
+        database.execute(damage)
+        database.commit()
+    await bench.restart()
+    run = await bench.until_state("broken", RunState.FAILED)
+    assert run["status"]["reason"] == "Unreadable"
+    assert "cannot be read" in run["status"]["message"] and "mesh delete" in run["status"]["message"]
+    await bench.until(lambda: len(bench.fleet.unclean) == 2)
+    await bench.until(lambda: bench.fleet.orders[-1].plan.name == "waits")
+    uid = bench.fleet.orders[0].incarnation.run_uid
+    await bench.until(lambda: uid in {uid for uid, _ in bench.store.forgotten})
+    await bench.restart()
+    assert (await bench.until_state("broken", RunState.FAILED))["status"]["reason"] == "Unreadable"
+    await bench.coordinator.delete("broken")
+    with pytest.raises(NotFoundError):
+        await bench.coordinator.get_run("broken")
 
 
 async def test_shutdown_cancels_what_runs_and_waits_for_its_fence(bench: Bench) -> None:
