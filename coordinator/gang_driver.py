@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, assert_never
 from coordinator.checkpoint_store import CheckpointStore, Lacking
 from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.effects import (
+    AdmitMember,
     Announcement,
     CloseBarrier,
     DismissMember,
@@ -47,6 +48,7 @@ from coordinator.core.events import (
     LeaseExpiring,
     MachineReleased,
     MachinesReserved,
+    MemberAdmitted,
     MemberRevoked,
     MemberVanished,
     Now,
@@ -60,7 +62,7 @@ from coordinator.core.pace import HEAR_FIRST_S, has_stalled
 from coordinator.fleet import Fleet, MemberGoneError, Shape, Waiting
 from coordinator.journal import Journal
 from mesh.errors import MeshError, StorageError, TransportError
-from mesh.ids import Epoch, Incarnation, RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 INBOX_MAX = 1024
@@ -90,6 +92,10 @@ class StoreControl(Protocol):
 
     async def expire(self, uid: RunUid, incarnation: Incarnation) -> bool:
         """Has its lease renewed no more. Returns whether it is over already."""
+        ...
+
+    async def admit(self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken) -> bool:
+        """Lets it through the open barrier, once the one before is over. False when this store never can."""
         ...
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...
@@ -276,7 +282,10 @@ class GangDriver:
                 self._start(("close", effect.epoch), self._close_barrier(effect))
             case OrderMember():
                 self._start(("order", effect.incarnation), self._order(effect))
+            case AdmitMember():
+                self._start(("admit", effect.incarnation), self._admit(effect))
             case RevokeMember():
+                self._stop(("admit", effect.incarnation))
                 self._stop(("order", effect.incarnation))
                 self._start(("revoke", effect.incarnation), self._revoke(effect))
             case FenceMember():
@@ -300,7 +309,7 @@ class GangDriver:
                 )
             case ForgetGang():
                 # The store will not know the gang any more: what is still asked of it would be asked for ever.
-                self._stop_all("open", "close", "revoke", "expire")
+                self._stop_all("open", "close", "revoke", "expire", "admit")
                 self._start(
                     ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
                 )
@@ -411,6 +420,14 @@ class GangDriver:
     async def _revoke(self, effect: RevokeMember) -> None:
         has_passed = await _insist(lambda: self._store.revoke(self.uid, effect.incarnation))
         await self._inbox.put(_Letter(MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed)))
+
+    async def _admit(self, effect: AdmitMember) -> None:
+        is_admitted = await _insist(
+            lambda: self._store.admit(self.uid, effect.incarnation, instead_of=effect.instead_of)
+        )
+        await self._inbox.put(
+            _Letter(MemberAdmitted(incarnation=effect.incarnation, is_admitted=is_admitted))
+        )
 
     async def _close_barrier(self, effect: CloseBarrier) -> None:
         was_open = await _insist(lambda: self._store.close_barrier(self.uid, effect.epoch))

@@ -42,7 +42,7 @@ from mesh.errors import (
     RendezvousError,
     TransportError,
 )
-from mesh.ids import Epoch, Incarnation, RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, RunUid
 from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
@@ -172,6 +172,20 @@ class StoreLink:
         me = incarnation
         terms = {"ttl_s": self._lease_ttl_s, "guard_s": self._lease_guard_s}
         return await client.expire(me.run_uid, me.epoch, me.rank, me.token, **terms)
+
+    async def admit(self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken) -> bool:
+        """See `StoreControl`. RendezvousError (retryable) while the lease of the one before is not over."""
+        me = incarnation
+        try:
+            is_admitted = await self._connected().admit(
+                uid, me.epoch, me.rank, me.token, instead_of=instead_of
+            )
+        except (FencedError, ConflictError) as error:
+            _log.warning("rank %s cannot start again alone: %s", me.rank, error)
+            return False
+        if not is_admitted:
+            raise RendezvousError(f"The lease of rank {me.rank}'s life before is not over yet.")
+        return True
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         """See `StoreControl`."""

@@ -138,7 +138,7 @@ class Assembling(Seats):
             incarnation=member.incarnation,
             machine=member.machine,
             reservation=self.gang.seats[member.rank].reservation,
-            is_clean_start=self.gang.may_have_run,
+            is_clean_start=self.gang.may_have_run and member.instead_of is None,
             restore=self.gang.checkpoints.reference(),
         )
 
@@ -311,8 +311,8 @@ class Assembling(Seats):
     # ---- the barrier ------------------------------------------------------------------------------
 
     def _on_barrier_opened(self, event: BarrierOpened) -> None:
-        if not self._is_current_epoch(event.epoch):
-            return
+        if not self._is_current_epoch(event.epoch) or self.gang.state is RunState.RUNNING:
+            return  # all of them have started: who has taken a rank since was admitted
         members = self.gang.members
         if event.tokens and any(
             (member := members.get(Rank(rank))) is None or member.incarnation.token != token
@@ -371,6 +371,8 @@ class Assembling(Seats):
         self._update(replace(member, phase=MemberPhase.STARTED, pid=event.pid, started_at=event.at))
         self._announce("Started", f"Rank {member.rank} runs as process {event.pid}.", rank=member.rank)
         self._run_if_all_started()
+        if self.gang.state is RunState.RUNNING and not self.gang.failures:
+            self.gang.message = self._progress()
 
     def _run_if_all_started(self) -> None:
         gang = self.gang

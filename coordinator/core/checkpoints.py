@@ -246,6 +246,11 @@ class Checkpoints:
             parts[:] = [part for part in parts if part.digest not in gone]
         return [*retaken, *self._decide()]
 
+    def rank_began_again(self, rank: Rank) -> None:
+        """Its command starts anew within the epoch: it counts its parts from 1 again, and what it has said is void."""
+        self._parts.pop(rank, None)
+        self._question = None
+
     def found_damaged(self, *, number: int, why: str) -> Committed | None:
         """A restore could not use this checkpoint. Returns the record that changed, None when none did."""
         for place, one in enumerate(self.committed):

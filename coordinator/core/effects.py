@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from mesh.checkpoint_format import RestoreReference
-from mesh.ids import Epoch, Incarnation, MachineName, Rank
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank
 from mesh.reasons import Reason
 
 
@@ -116,6 +116,14 @@ class RevokeMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitMember:
+    """Have the store let this incarnation through the open barrier, in place of one that is over, or learn why not."""
+
+    incarnation: Incarnation
+    instead_of: IncarnationToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FenceMember:
     """Stop the member's processes: SIGTERM, SIGKILL after the grace period, confirm."""
 
@@ -156,6 +164,7 @@ GangEffect = (
     | CommitCheckpoint
     | CleanCheckpointStore
     | RevokeMember
+    | AdmitMember
     | FenceMember
     | ExpireLease
     | DismissMember

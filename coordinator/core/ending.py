@@ -9,13 +9,14 @@ Rules of this file:
 4. Every fence comes to its end within a limit. A member whose agent does not answer, or does not confirm, has its lease
    renewed no more: its keeper ends everything there, and the lapse is the proof. Its machine counts as not clean. If
    even the lease does not end, the fence has failed.
+5. A failure that is its rank's alone (`recovery.lone_failures`) stops that rank, not the epoch.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.core import blame
+from coordinator.core import blame, recovery
 from coordinator.core.assembling import Assembling
 from coordinator.core.effects import ExpireLease
 from coordinator.core.events import (
@@ -179,7 +180,8 @@ class Ending(Assembling):
         if gang.state.is_terminal:
             return
         members = gang.members.values()
-        lost = [m for m in members if m.settlement is not None and not m.succeeded]
+        lone = {failure.rank for failure in recovery.lone_failures(gang)}
+        lost = [m for m in members if m.settlement is not None and not m.succeeded and m.rank not in lone]
         if lost:
             first = min(lost, key=lambda m: (m.ended_at or 0.0, m.rank))
             self._decide(
@@ -189,6 +191,8 @@ class Ending(Assembling):
                     message=first.message or f"Rank {first.rank} was lost.",
                 )
             )
+        elif lone:
+            self._due.judgement = None
         elif gang.failures:
             failed = {f.rank for f in gang.failures}
             has_waited = self._due.judgement is not None and self._now.mono >= self._due.judgement
@@ -220,7 +224,8 @@ class Ending(Assembling):
                 words = f"{words}{self._silence_note()}".strip()
         if member.exit is None:
             member = replace(member, ended_at=event.at)
-        if gang.outcome is not None or member.succeeded:
+        is_lone = event.reason is None and member.exit is not None  # told to stop alone
+        if gang.outcome is not None or member.succeeded or is_lone:
             message = words or (gang.outcome.message if gang.outcome is not None else "")
             reason = event.reason or Reason.EPOCH_ENDED
             self._settle(member, Settlement.CONFIRMED, reason=reason, message=message)

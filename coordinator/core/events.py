@@ -177,6 +177,17 @@ class StoreHeard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberAdmitted:
+    """The store lets this incarnation through the open barrier, or (not `is_admitted`) never will.
+
+    It will not when it has not seen the opening, because it was restarted since.
+    """
+
+    incarnation: Incarnation
+    is_admitted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
     """The manifest of a checkpoint that was wished for is in the store."""
 
@@ -253,6 +264,7 @@ GangEvent = (
     | LeaseExpiring
     | StoreSilent
     | StoreHeard
+    | MemberAdmitted
     | CheckpointWritten
     | CheckpointLacking
     | CancelRequested

@@ -8,8 +8,9 @@ is closed, every member is fenced, and when each is proven unable to act (`Settl
 effect: a terminal state, a suspension, another try to assemble, or the next epoch, in which the ranks that were not
 lost have the machines that they had.
 
-The rooms: `gang_base`, `saving` (checkpoints), `seats` (machines), `assembling`, `ending`, and this one (what users
-want, what comes after an epoch, crashes). `blame` names causes, `recovery` keeps the budgets.
+The rooms: `gang_base`, `saving` (checkpoints), `seats` (machines), `assembling`, `ending`, `lone_ranks` (a rank that
+starts again while the others go on), and this one (what users want, what comes after an epoch, crashes). `blame` names
+causes, `recovery` keeps the budgets.
 
 Rules of the whole:
 1. `handle(event, now)` is total: nothing that a peer, a machine or a user does raises.
@@ -28,7 +29,6 @@ from typing import Any
 
 from coordinator.core import blame, recovery
 from coordinator.core.effects import DismissMember, ForgetGang, GangEffect, OpenEpoch, Persist, RevokeMember
-from coordinator.core.ending import Ending
 from coordinator.core.events import (
     BarrierClosed,
     BarrierOpened,
@@ -45,6 +45,7 @@ from coordinator.core.events import (
     MachineReclaimed,
     MachineReleased,
     MachinesReserved,
+    MemberAdmitted,
     MemberRevoked,
     MemberSuspected,
     MemberVanished,
@@ -67,6 +68,7 @@ from coordinator.core.gang_state import (
     Settlement,
 )
 from coordinator.core.invariants import check_invariants
+from coordinator.core.lone_ranks import LoneRanks
 from mesh.ids import IncarnationToken, Rank
 from mesh.messages import (
     CheckpointPartAnswered,
@@ -96,7 +98,7 @@ _GOES_ON = frozenset({OutcomeKind.JUDGE, OutcomeKind.RETRY_ASSEMBLY})
 """Outcomes after which there may be another epoch: a wish comes in time."""
 
 
-class GangCore(Ending):
+class GangCore(LoneRanks):
     """Decides for one gang. Not thread-safe; the shell calls it from one task.
 
     Args:
@@ -121,6 +123,7 @@ class GangCore(Ending):
         self._effects = []
         _HANDLERS[type(event)](self, event)
         self._stop_if_over()
+        self._restart_lone_ranks()
         self._conclude_if_settled()
         self._watch_health()
         if self._dirty:
@@ -148,6 +151,7 @@ class GangCore(Ending):
         self._give_up_unproven()
         self._give_up_absent()
         self._fail_overdue_assembly()
+        self._note_lone_deadlines()
         if due.backoff is not None and now >= due.backoff:
             due.backoff = None
             self._dirty = True
@@ -160,7 +164,7 @@ class GangCore(Ending):
 
     def _watch_health(self) -> None:
         gang = self.gang
-        if gang.state is not RunState.RUNNING or self._due.healthy is not None:
+        if gang.state is not RunState.RUNNING or self._due.healthy is not None or self._has_rank_away():
             return
         if gang.restarts != recovery.earned_back(gang.restarts):
             self._due.healthy = self._now.mono + recovery.HEALTHY_S
@@ -400,8 +404,9 @@ class GangCore(Ending):
             self._failed_at = self._now.mono
         if gang.outcome is not None:
             self._effects.extend(self._fence_effects())
-            for member in [m for m in gang.members.values() if m.is_expiring and m.settlement is None]:
-                self._expire(member)
+        for member in [m for m in gang.members.values() if m.is_expiring and m.settlement is None]:
+            self._expire(member)
+        if gang.outcome is not None:
             return
         if gang.state in ASSEMBLY_STATES:
             self._due.assembly = self._now.mono + gang.assembly_left_s
@@ -411,7 +416,7 @@ class GangCore(Ending):
             if member.reason is not None and not gang.barrier_open:
                 self._effects.append(RevokeMember(incarnation=member.incarnation))
             elif member.phase is MemberPhase.ORDERED:
-                self._effects.append(self._order(member))
+                self._effects.append(self._call(member))
 
 
 _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
@@ -438,6 +443,7 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     LeaseExpiring: GangCore._on_lease_expiring,
     StoreSilent: GangCore._on_store_silent,
     StoreHeard: GangCore._on_store_heard,
+    MemberAdmitted: GangCore._on_member_admitted,
     CancelRequested: GangCore._on_cancel_requested,
     SuspendRequested: GangCore._on_suspend_requested,
     ResumeRequested: GangCore._on_resume_requested,

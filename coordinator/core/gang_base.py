@@ -2,7 +2,8 @@
 
 `coordinator.core.gang` describes the whole and lists its rules. The rooms stand on each other in this order:
 `gang_base` → `saving` (checkpoints) → `seats` (machines) → `assembling` (until every command runs) → `ending` (until
-every member is accounted for) → `gang` (what users want, what comes after an epoch, crashes).
+every member is accounted for) → `lone_ranks` (one that starts again alone) → `gang` (what users want, what comes after
+an epoch, crashes).
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coordinator.core.effects import Announcement, CloseBarrier, FenceMember, GangEffect
+from coordinator.core.effects import Announcement, CloseBarrier, FenceMember, GangEffect, RevokeMember
 from coordinator.core.events import Now
 from coordinator.core.gang_state import (
     Gang,
+    MemberPhase,
     MemberRecord,
     Outcome,
     OutcomeKind,
@@ -62,12 +64,14 @@ class Deadlines:
         "appear",
         "assembly",
         "backoff",
+        "begin",
         "commit",
         "expiry",
         "fence",
         "healthy",
         "judgement",
         "last_words",
+        "lone",
     )
 
     def __init__(self) -> None:
@@ -85,11 +89,15 @@ class Deadlines:
         """By when a lease that is renewed no more has to be over."""
         self.last_words: dict[Rank, float] = {}
         """When to stop waiting for the report of a member whose lease is gone."""
+        self.lone: dict[Rank, float | None] = {}
+        """When a rank that has failed may start again alone; None once that has come."""
+        self.begin: dict[Rank, float] = {}
+        """By when the command of such a rank has to run."""
 
     def next(self) -> float | None:
         """The first of them."""
         single = (self.assembly, self.backoff, self.commit, self.healthy, self.judgement)
-        several = (self.appear, self.fence, self.expiry, self.last_words)
+        several = (self.appear, self.fence, self.expiry, self.last_words, self.lone, self.begin)
         by_rank = [due for deadlines in several for due in deadlines.values()]
         return min([d for d in (*single, *by_rank) if d is not None], default=None)
 
@@ -191,6 +199,8 @@ class GangBase:
         gang.outcome = outcome
         self._dirty = True
         self._due.judgement = None
+        self._due.lone.clear()
+        self._due.begin.clear()
         if outcome.kind is not OutcomeKind.SUCCEED:
             self._enter(RunState.FENCING)
             self._tell_chapter(stopped_at=self._now.wall)
@@ -205,7 +215,13 @@ class GangBase:
         if not gang.barrier_closed and not is_success:
             effects.append(CloseBarrier(epoch=gang.epoch))
         grace_s = gang.plan.grace_period_s if grace_s is None else min(grace_s, gang.plan.grace_period_s)
-        effects.extend(self._fence(m, grace_s) for m in gang.members.values() if m.settlement is None)
+        unsettled = [m for m in gang.members.values() if m.settlement is None]
+        effects.extend(self._fence(m, grace_s) for m in unsettled)
+        effects.extend(
+            RevokeMember(incarnation=m.incarnation)  # nobody may be there to confirm, and its order under way
+            for m in unsettled
+            if m.instead_of is not None and not m.phase.has_reached(MemberPhase.STARTED)
+        )
         return effects
 
     def _fence(self, member: MemberRecord, grace_s: float) -> FenceMember:

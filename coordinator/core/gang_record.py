@@ -173,6 +173,7 @@ def _member_record(member: MemberRecord) -> dict[str, Any]:
         "fenced_itself": member.fenced_itself,
         "store_was_silent": member.store_was_silent,
         "is_expiring": member.is_expiring,
+        "instead_of": member.instead_of,
     }
 
 
@@ -196,8 +197,9 @@ def _member_from(record: dict[str, Any]) -> MemberRecord:
         message=record["message"],
         was_silent_first=record["was_silent_first"],
         fenced_itself=record["fenced_itself"],
-        store_was_silent=record.get("store_was_silent", False),  # these two are younger than the schema
+        store_was_silent=record.get("store_was_silent", False),  # these three are younger than the schema
         is_expiring=record.get("is_expiring", False),
+        instead_of=record.get("instead_of"),
     )
 
 

@@ -129,6 +129,9 @@ class MemberRecord:
     """When it did so, nothing had been heard of the store here either."""
     is_expiring: bool = False
     """It did not answer its fence: the store renews its lease no more, and is told so again after each restart."""
+    instead_of: IncarnationToken | None = None
+    """The life before it of the same rank in the same epoch, when that had passed the barrier: the rank started again
+    alone, and this one has to be admitted."""
 
     @property
     def rank(self) -> Rank:
@@ -137,6 +140,11 @@ class MemberRecord:
     @property
     def succeeded(self) -> bool:
         return self.exit is not None and self.exit.ok
+
+    @property
+    def may_still_come(self) -> bool:
+        """It was admitted after the opening, and may not have taken its lease yet."""
+        return self.instead_of is not None and self.phase is MemberPhase.ORDERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

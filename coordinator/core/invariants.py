@@ -13,11 +13,12 @@ from coordinator.core.gang_state import (
     REPLACEMENTS_MAX,
     Gang,
     MemberPhase,
+    MemberRecord,
     OutcomeKind,
     Settlement,
 )
 from coordinator.core.recovery import FRUITLESS_MAX
-from mesh.states import RunState
+from mesh.states import FailurePolicy, RunState
 
 _EPOCH_STATES = frozenset({RunState.ASSEMBLING, RunState.STARTING, RunState.RUNNING, RunState.FENCING})
 _RUN_STATES = frozenset({RunState.STARTING, RunState.RUNNING})
@@ -90,10 +91,22 @@ def _check_members_step(before: Gang, after: Gang) -> None:
         past = [m for m in after.attempts if m.incarnation == old.incarnation]
         assert past, "a life that is over is history"
         assert past[0].settlement in _PROOFS, "1: nothing begins beside what may still act"
-        if after.epoch == before.epoch:
-            assert not before.barrier_open, "2: after the opening nobody is replaced within an epoch"
+        if after.epoch == before.epoch and before.barrier_open:
+            _check_lone_restart(before, past[0], new)
     if len(after.attempts) < ATTEMPTS_KEPT_MAX:
         assert after.attempts[: len(before.attempts)] == before.attempts, "history is only added to"
+
+
+def _check_lone_restart(before: Gang, old: MemberRecord, new: MemberRecord | None) -> None:
+    assert (
+        before.plan.on_process_failure is FailurePolicy.RESTART_RANK and before.state is RunState.RUNNING
+    ), "2: after the opening nobody is replaced within an epoch"
+    assert old.settlement is Settlement.CONFIRMED and old.exit is not None and not old.succeeded, (
+        "1: a rank starts again alone once its failed command is proven gone"
+    )
+    assert new is not None and new.instead_of == old.incarnation.token and new.machine == old.machine, (
+        "5: a rank that starts again alone keeps its machine"
+    )
 
 
 def _check_state(gang: Gang) -> None:

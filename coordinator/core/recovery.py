@@ -9,6 +9,11 @@ Rules of this file:
 4. Three restarts in a row without progress end the run, whatever they were charged to. Progress is a newer
    checkpoint, or ten healthy minutes.
 5. A command that exits non-zero starts again only where `recovery.onProcessFailure` says so.
+6. Under RestartRank a rank starts again alone where nothing suggests that the gang shares something: its command ended
+   by itself while every rank ran, it complains about no peer and was not taken down with its machine, it is not rank 0
+   (which hosts the rendezvous), and its launcher has no store for all ranks. Anything else is the gang's.
+7. Nothing is fenced then that could prove the others alive. So a rank waits until a machine that was silent when it
+   failed would have been declared lost (`LONE_WINDOW_S`), or as long as the pause of its kind is, whichever is more.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from coordinator.core.blame import START_FAILURES, Verdict
-from coordinator.core.gang_state import Gang, RestartKind, Restarts
+from coordinator.core.gang_state import Failure, Gang, RestartKind, Restarts, Settlement
+from mesh.messages import HEARTBEAT_S, LEASE_GUARD_S, LEASE_TTL_S
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.states import FailurePolicy
+from mesh.states import FailurePolicy, LauncherKind, RunState
 
+LONE_WINDOW_S = LEASE_TTL_S + LEASE_GUARD_S + HEARTBEAT_S
 HEALTHY_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 10.0, 300.0
 FRUITLESS_MAX = 3
@@ -72,6 +79,42 @@ def decide(gang: Gang, verdict: Verdict) -> Restart | NoRestart:
         )
     charged = _charge(restarts, verdict.kind)
     return Restart(restarts=charged, delay_s=_delay_s(charged, verdict.kind))
+
+
+def lone_failures(gang: Gang) -> tuple[Failure, ...]:
+    """The failures of the epoch when each of them is its rank's alone (rule 6); none when one is not."""
+    plan = gang.plan
+    is_for_ranks = (
+        plan.on_process_failure is FailurePolicy.RESTART_RANK and plan.launcher is LauncherKind.PLAIN
+    )
+    if not is_for_ranks or gang.state is not RunState.RUNNING or gang.outcome is not None:
+        return ()
+    failures = tuple(gang.failures)
+    is_in_budget = gang.restarts.failure + len(failures) <= plan.max_restarts
+    return failures if is_in_budget and all(_is_lone(gang, failure) for failure in failures) else ()
+
+
+def _is_lone(gang: Gang, failure: Failure) -> bool:
+    member, evidence = gang.members[failure.rank], failure.evidence
+    return (
+        failure.rank != 0
+        and failure.exit is not None
+        and not evidence.blames_peer
+        and not evidence.by_infrastructure
+        and not member.fenced_itself
+        and member.settlement in (None, Settlement.CONFIRMED)
+        and member.machine not in gang.reclaimed
+    )
+
+
+def lone_delay_s(restarts: Restarts) -> float:
+    """From a rank's failure until it starts again (rule 7)."""
+    return max(LONE_WINDOW_S, _delay_s(lone_charged(restarts), RestartKind.FAILURE))
+
+
+def lone_charged(restarts: Restarts) -> Restarts:
+    """After a rank's restart. Without progress is said of whole epochs only: the other ranks have gone on."""
+    return replace(restarts, failure=restarts.failure + 1, total=restarts.total + 1)
 
 
 def describe(restarts: Restarts, kind: RestartKind, plan: RunPlan) -> str:

@@ -7,6 +7,7 @@ Rules of this file:
 3. Of a store that has not seen the epoch from its start, a lease that is not there tells nothing: its member is to
    be given one, which it renews or which lapses.
 4. A lease whose holder has no connection is a suspicion.
+5. A member that was admitted after the opening may not have taken its lease yet, and is left to come.
 """
 
 from __future__ import annotations
@@ -72,5 +73,7 @@ def members_with_lease(gang: Gang, *, has_opened: bool) -> list[MemberRecord]:
     return [
         member
         for member in gang.members.values()
-        if member.settlement is None and (has_opened or member.phase is not MemberPhase.ORDERED)
+        if member.settlement is None
+        and (has_opened or member.phase is not MemberPhase.ORDERED)
+        and not member.may_still_come
     ]

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from coordinator.core.gang_state import Gang
+from coordinator.core.gang_state import Gang, MemberPhase
 from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
 
 EpochKey = tuple[RunUid, Epoch]
@@ -77,7 +77,7 @@ class StoreTrust:
             revoked |= {
                 (attempt.rank, attempt.incarnation.token)
                 for attempt in gang.attempts
-                if attempt.incarnation.epoch == key[1]
+                if attempt.incarnation.epoch == key[1] and not attempt.phase.has_reached(MemberPhase.STARTED)
             }
         return Telling(
             is_first=is_first,

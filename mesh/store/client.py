@@ -170,12 +170,14 @@ class StoreClient:
         token: IncarnationToken,
         *,
         instead_of: IncarnationToken,
-    ) -> None:
+    ) -> bool:
         """Lets the incarnation through the open start barrier in place of one whose life is over.
 
-        ConflictError unless the barrier has opened, with `instead_of` for this rank, and its lease is over.
+        False when the lease of `instead_of` is not over yet. ConflictError unless this store has opened the barrier,
+        and the rank's place there is `instead_of`'s.
         """
-        await self._ask(ms.Admit(0, gang, epoch, rank, token, instead_of), ms.Done)
+        request = ms.Admit(0, gang, epoch, rank, token, instead_of)
+        return bool((await self._ask(request, ms.Number)).value)
 
     async def expire(
         self,

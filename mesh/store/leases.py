@@ -85,24 +85,24 @@ def revoke(
 def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId, _now: float) -> list[Output]:
     rank, token, limits = request.rank, request.token, books.limits
     start = gang.barriers.get(ms.START_BARRIER)
-    refused: ms.Refused | None = None
+    reply: ms.Reply = ms.Number(request.id, 1)
     if not 0 <= rank < gang.size:
-        refused = _conflict(request, f"there are ranks 0 to {gang.size - 1} only")
+        reply = _conflict(request, f"there are ranks 0 to {gang.size - 1} only")
     elif len(token) > limits.name_chars_max:
-        refused = over_limit(request.id, "characters in a token", limits.name_chars_max)
+        reply = over_limit(request.id, "characters in a token", limits.name_chars_max)
     elif start is None or start.payloads is None:
-        refused = _conflict(request, "this store has not opened the start barrier")
+        reply = _conflict(request, "this store has not opened the start barrier")
     elif (present := _who_passed(gang, start, rank)) != token:
         if request.instead_of != present:
-            refused = _conflict(request, "the rank is another incarnation's")
-        elif not gang.is_over(rank, present):
-            refused = _conflict(request, "the incarnation before it is not over")
+            reply = _conflict(request, "the rank is another incarnation's")
         elif gang.is_over(rank, token):
-            refused = _conflict(request, "this incarnation is over")
+            reply = _conflict(request, "this incarnation is over")
+        elif not gang.is_over(rank, present):
+            reply = ms.Number(request.id, 0)
         else:
             gang.admitted[rank] = token
             gang.ended[rank] = {present}
-    return [(connection, refused or ms.Done(request.id))]
+    return [(connection, reply)]
 
 
 def expire(

@@ -109,10 +109,10 @@ class Revoke(NamedTuple):
 class Admit(NamedTuple):
     """The open start barrier lets this incarnation through in place of `instead_of`, whose life is over.
 
-    The one exception to "a new incarnation needs a new epoch". Answered with Done, the second time too; refused
-    (Conflict) unless the barrier has opened, `instead_of` is whose the rank's place there is, and its lease is over.
-    What was admitted takes a lease and arrives as any other, and is answered at once with the opening's payloads,
-    unless the barrier has been closed.
+    The one exception to "a new incarnation needs a new epoch". Answered with Number: 1, the second time too, or 0 when
+    the lease of `instead_of` is not over yet; then nothing was changed. Refused (Conflict) unless this store has opened
+    the barrier and `instead_of` is whose the rank's place there is. What was admitted takes a lease and arrives as any
+    other, and is answered at once with the opening's payloads, unless the barrier has been closed.
     """
 
     id: int

@@ -398,14 +398,15 @@ async def test_an_admitted_incarnation_takes_a_rank_whose_life_is_over_and_is_le
     await lease(client, 1)
     opened = (await asyncio.gather(arrive(client, 0), arrive(client, 1)))[0]
 
-    def admit(life: str, instead_of: str) -> object:
-        return admin.admit(GANG, E1, Rank(1), token(1, life), instead_of=token(1, instead_of))
+    async def admit(life: str, instead_of: str) -> bool:
+        return await admin.admit(GANG, E1, Rank(1), token(1, life), instead_of=token(1, instead_of))
 
-    assert "not over" in (await refused(admit("b", "a"))).message
+    assert not await admit("b", "a"), "the one before is not over"
     await client.release_lease(GANG, E1, Rank(1), token(1))
     assert isinstance(await refused(lease(client, 1, life="b")), ConflictError), "not admitted yet"
-    await admit("b", "a")  # type: ignore[misc]
-    await admit("b", "a")  # type: ignore[misc]
+    assert await admit("b", "a")
+    assert await admit("b", "a"), "asked again"
+    assert isinstance(await refused(admit("c", "a")), ConflictError)
     assert isinstance(await refused(arrive(client, 1, life="b")), LeaseLostError), "it has no lease yet"
     assert isinstance(await refused(lease(client, 1, life="c")), ConflictError)
     await lease(client, 1, life="b")

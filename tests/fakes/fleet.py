@@ -9,7 +9,7 @@ from agents.chaos import HarmOrder
 from coordinator.core.events import Placement
 from coordinator.fleet import HeldMachine, MachineFacts, Shape, Waiting, matches, why_waiting
 from mesh.errors import NotFoundError, TransportError
-from mesh.ids import Epoch, Incarnation, MachineName, RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 
@@ -134,12 +134,17 @@ class FakeStore:
         self.epochs: list[tuple[RunUid, Epoch, int]] = []
         self.forgotten: list[tuple[RunUid, Epoch]] = []
         self.expired: list[Incarnation] = []
+        self.admitted: list[tuple[Incarnation, IncarnationToken]] = []
 
     async def open_epoch(self, uid: RunUid, epoch: Epoch, size: int, *, is_new: bool) -> None:
         self.epochs.append((uid, epoch, size))
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         return (uid, epoch) in self.opened
+
+    async def admit(self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken) -> bool:
+        self.admitted.append((incarnation, instead_of))
+        return True
 
     async def revoke(self, uid: RunUid, incarnation: Incarnation) -> bool:
         return (uid, incarnation.epoch) in self.opened

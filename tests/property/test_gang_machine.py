@@ -47,17 +47,17 @@ class GangMachine(RuleBasedStateMachine):
     @initialize(
         restarts=st.integers(0, 3),
         retries=st.integers(0, 2),
-        policy=st.sampled_from([FailurePolicy.FAIL, FailurePolicy.RESTART_GANG]),
-        stage=st.integers(0, 3),
+        policy=st.sampled_from(list(FailurePolicy)),
+        stage=st.integers(0, 5),
     )
     def start(self, restarts: int, retries: int, policy: FailurePolicy, stage: int) -> None:
         plan = RunPlan(
             name=RunName("demo"),
             command=("true",),
             nodes=NODES,
-            max_restarts=restarts,
+            max_restarts=restarts if stage < 4 else 3,
             max_assembly_retries=retries,
-            on_process_failure=policy,
+            on_process_failure=policy if stage < 4 else FailurePolicy.RESTART_RANK,
         )
         self.now = ev.Now(mono=100.0, wall=5000.0)
         self.tokens = itertools.count(1)
@@ -67,6 +67,7 @@ class GangMachine(RuleBasedStateMachine):
         self.asked: dict[int, do.ReserveMachines] = {}
         self.opened: dict[Epoch, tuple[IncarnationToken, ...]] = {}
         self.closed: set[Epoch] = set()
+        self.admitted: set[Incarnation] = set()
         self.silent: set[Incarnation] = set()
         """Fenced, lapsed or revoked: no lease, nothing new to say."""
         self.fencing: dict[Incarnation, float] = {}
@@ -85,6 +86,12 @@ class GangMachine(RuleBasedStateMachine):
         if stage >= 3:
             for place in range(NODES):
                 self.begin(place)
+        if stage >= 4:  # rank 1 is to start again alone
+            self.exit(1, (msg.ProcessExit(code=42), msg.CauseEvidence()))
+        if stage >= 5:
+            self.fence(1, None, fails=False)
+            self.pass_time(30.0)
+            self.answer(len(self.answers) - 1)
 
     def new_core(self, gang: Gang) -> GangCore:
         return GangCore(gang, new_token=lambda: IncarnationToken(f"t{next(self.tokens)}"), validate=True)
@@ -114,6 +121,8 @@ class GangMachine(RuleBasedStateMachine):
                 if not has_passed:
                     self.silent.add(me)
                 self.answers.append(ev.MemberRevoked(incarnation=me, has_passed=has_passed))
+            case do.AdmitMember():
+                self.answers.append(self.store_s_admission(effect))
             case do.FenceMember():
                 self.fencing[effect.incarnation] = effect.grace_s
             case CommitCheckpoint():
@@ -130,6 +139,16 @@ class GangMachine(RuleBasedStateMachine):
         return ev.CheckpointWritten(
             number=wish.number, uri=f"u{wish.number}", size_bytes=1, created_at=self.now.wall
         )
+
+    def store_s_admission(self, effect: do.AdmitMember) -> ev.GangEvent:
+        """One in four is of a store that was restarted."""
+        me = effect.incarnation
+        (before,) = [m for m in self.core.gang.attempts if m.incarnation.token == effect.instead_of]
+        assert before.incarnation in self.silent, "admitted beside a life that goes on"
+        is_admitted = int(me.token[1:]) % 4 != 0
+        if is_admitted:
+            self.admitted.add(me)
+        return ev.MemberAdmitted(incarnation=me, is_admitted=is_admitted)
 
     def member_s_answer(self, effect: do.TellAboutPart, question: int) -> ev.GangEvent:
         return msg.CheckpointPartAnswered(
@@ -191,6 +210,14 @@ class GangMachine(RuleBasedStateMachine):
         epoch = self.core.gang.epoch
         self.opened[epoch] = tuple(me.token for me in self.living())
         self.tell(ev.BarrierOpened(epoch=epoch, tokens=self.opened[epoch] if tells_tokens else ()))
+
+    @rule(place=PLACES)
+    def pass_open_barrier(self, place: int) -> None:
+        able = [me for me in self.living() if me in self.admitted and me.epoch not in self.closed]
+        if able:
+            me = able[place % len(able)]
+            self.opened[me.epoch] = (*self.opened[me.epoch], me.token)
+            self.begin(self.living().index(me))
 
     def may_open(self) -> bool:
         gang = self.core.gang

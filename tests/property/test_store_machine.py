@@ -107,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
         instead_of = present if present is not None and goes_on else instead_of
         token = IncarnationToken(f"admitted {self.next_id}")
         ((_, reply),) = self.ask(ADMIN, ms.Admit, gang, epoch, rank, token, instead_of)
-        if isinstance(reply, ms.Done):
+        if isinstance(reply, ms.Number) and reply.value:
             assert (gang, epoch) in self.opened, "admitted to a barrier that has not opened"
             assert (gang, epoch, rank, instead_of) in self.over, "admitted beside a life that goes on"
             self.admitted.add((gang, epoch, rank, token))

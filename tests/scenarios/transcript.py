@@ -120,6 +120,8 @@ class Player:
         if word == "revoked":
             has_passed = None if "unknown" in plain else "passed" in plain
             return ev.MemberRevoked(incarnation=incarnation, has_passed=has_passed)
+        if word == "admitted":
+            return ev.MemberAdmitted(incarnation=incarnation, is_admitted="never" not in plain)
         if word == "vanished":
             return ev.MemberVanished(incarnation=incarnation, message="its agent died.")
         return self._report(word, plain, options, incarnation)
@@ -245,7 +247,7 @@ def _effect_text(effect: do.GangEffect) -> str:
         case CleanCheckpointStore():
             kept = f"checkpoints {', '.join(map(str, effect.numbers))}; parts {', '.join(effect.parts)}"
             return f"{name} but {kept}"
-        case do.RevokeMember() | do.DismissMember() | do.ExpireLease():
+        case do.RevokeMember() | do.DismissMember() | do.ExpireLease() | do.AdmitMember():
             return f"{name} rank {effect.incarnation.rank} of epoch {effect.incarnation.epoch}"
         case do.OpenEpoch() | do.CloseBarrier() | do.ForgetGang():
             return f"{name} epoch {effect.epoch}"

@@ -101,6 +101,7 @@ def lives(first: int, last: int) -> Tally:
         tally.happened.update(str(kind) for kind, _ in world.incidents.seen.elements())
         tally.happened["coordinator died"] += world.coordinator.crashes
         tally.happened["a process of an older epoch woke"] += world.truth.ghosts
+        tally.happened["a rank started again alone"] += world.truth.again
         tally.happened["steps"] += world.steps
     tally.cpu_s = time.process_time() - started
     return tally

@@ -19,7 +19,7 @@ from coordinator.core.gang_state import Gang
 from mesh.ids import Epoch, IncarnationToken, RunUid
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint
-from mesh.states import RunState, Transport
+from mesh.states import FailurePolicy, RunState, Transport
 from tests.sim.tasks import DOWN, GONE, Begin, Down, Resume, Step, Task
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ class SimCoordinator:
         self.world.truth.committed(before, gang)
         if gang.state is not before.state:
             self.world.incidents.state_entered(gang)
+        elif _has_rank_away(before, gang):
+            self.world.incidents.rank_away(gang)
 
     def _go_on(self, uid: RunUid, shell: _Shell, effects: list[do.GangEffect], dones: list[Done]) -> None:
         for done in dones:
@@ -263,7 +265,10 @@ class SimCoordinator:
                 self.spawn((uid, "close", effect.epoch), self._close_barrier(uid, effect))
             case do.OrderMember():
                 self.spawn((uid, "order", effect.incarnation), self._order(uid, effect))
+            case do.AdmitMember():
+                self.spawn((uid, "admit", effect.incarnation), self._admit(uid, effect))
             case do.RevokeMember():
+                self.stop((uid, "admit", effect.incarnation))
                 self.stop((uid, "order", effect.incarnation))
                 self.spawn((uid, "revoke", effect.incarnation), self._revoke(uid, effect))
             case do.FenceMember():
@@ -277,7 +282,9 @@ class SimCoordinator:
                 self.spawn((uid, "dismiss", effect.incarnation), asking)
             case do.ForgetGang():
                 for key in [
-                    k for k in self._tasks if k[0] == uid and k[1] in ("open", "close", "revoke", "expire")
+                    k
+                    for k in self._tasks
+                    if k[0] == uid and k[1] in ("open", "close", "revoke", "expire", "admit")
                 ]:
                     self.stop(key)
                 self.spawn((uid, "forget", effect.epoch), self._insist_on(lambda: line.forget(uid)))
@@ -329,6 +336,11 @@ class SimCoordinator:
         has_passed = yield from self._insist_on(lambda: self.line.revoke(effect.incarnation))
         self.tell(uid, ev.MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed))
 
+    def _admit(self, uid: RunUid, effect: do.AdmitMember) -> Step[None]:
+        admitting = lambda: self.line.admit(effect.incarnation, effect.instead_of)  # noqa: E731
+        is_admitted = yield from self._insist_on(admitting)
+        self.tell(uid, ev.MemberAdmitted(incarnation=effect.incarnation, is_admitted=is_admitted))
+
     def _order(self, uid: RunUid, effect: do.OrderMember) -> Step[None]:
         order = JoinOrder(
             incarnation=effect.incarnation,
@@ -352,6 +364,13 @@ class SimCoordinator:
     def _expire(self, uid: RunUid, effect: do.ExpireLease) -> Step[None]:
         is_over = yield from self._insist_on(lambda: self.line.expire(effect.incarnation))
         self.tell(uid, ev.LeaseExpiring(incarnation=effect.incarnation, is_over=is_over))
+
+
+def _has_rank_away(before: Gang, after: Gang) -> bool:
+    """A rank has failed and is to start again alone, or its next life was made."""
+    if after.state is not RunState.RUNNING or after.plan.on_process_failure is not FailurePolicy.RESTART_RANK:
+        return False
+    return len(after.failures) > len(before.failures) or len(after.attempts) > len(before.attempts)
 
 
 def _about(event: ev.GangEvent) -> str:

@@ -55,6 +55,8 @@ class Faults:
     start_failure: float = 0.01
     peer_dies_of_it: float = 0.8
     """A rank whose peer died ends too, complaining about the peer."""
+    unrelated_dies_of_it: float = 0.05
+    """The same under RestartRank: its ranks are said to share nothing, mostly with right."""
     never_arrives: float = 0.02
     slow_preparation: float = 0.03
     preparation_failure: float = 0.02

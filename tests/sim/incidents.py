@@ -80,6 +80,13 @@ class Incidents:
                 delay_s = self.world.random.choice([0.0, self.world.random.expovariate(0.7)])
                 self.world.after(delay_s, self.happen, planned.kind, gang.uid)
 
+    def rank_away(self, gang: Gang) -> None:
+        """A rank has failed, or begins again alone: what was to happen may happen about now."""
+        random = self.world.random
+        for planned in [planned for planned in self._planned if random.random() < 0.5]:
+            self._planned.remove(planned)
+            self.world.after(random.uniform(0.0, 6.0), self.happen, planned.kind, gang.uid)
+
     # ---- one of them ------------------------------------------------------------------------------
 
     def happen(self, kind: Incident, uid: RunUid | None = None) -> None:

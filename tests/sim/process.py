@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mesh.messages import CauseEvidence, ProcessExit
+from mesh.states import FailurePolicy
 from mesh.store import messages as ms
 
 if TYPE_CHECKING:
@@ -139,8 +140,10 @@ class SimProcess:
         """A dead rank breaks its peers' collectives within milliseconds; one that vanished without a word, later."""
         world, me = self.world, self.incarnation
         latest_s = 0.3 if not self.machine.is_lost else 4.0
+        is_for_ranks = self.member.order.plan.on_process_failure is FailurePolicy.RESTART_RANK
+        share = world.faults.unrelated_dies_of_it if is_for_ranks else world.faults.peer_dies_of_it
         for other in list(world.truth.alive[me.run_uid].values()):
-            if other.incarnation.epoch == me.epoch and world.random.random() < world.faults.peer_dies_of_it:
+            if other.incarnation.epoch == me.epoch and world.random.random() < share:
                 blames = CauseEvidence(blames_peer=True)
                 other.machine.after(
                     world.random.uniform(0.0, latest_s), other.end, ProcessExit(code=1), blames

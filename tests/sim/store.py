@@ -42,6 +42,8 @@ class SimStore:
         self.is_stalled = False
         self.opened: dict[tuple[RunUid, Epoch], tuple[IncarnationToken, ...]] = {}
         """The truth about barriers: with which incarnations each one opened, whichever store opened it."""
+        self.admitted: dict[tuple[RunUid, Epoch, Rank], list[IncarnationToken]] = {}
+        """Who was admitted to an open barrier, the latest last."""
         self.keepers: dict[IncarnationToken, SimKeeper] = {}
         """Of leases that may be held."""
         self._connections = 0
@@ -165,9 +167,17 @@ class SimStore:
             keeper.rouse()
         now = self.clock()
         for to, reply in self.state.handle(message, connection, now):
+            if isinstance(message, ms.Admit) and isinstance(reply, ms.Number) and reply.value:
+                self._note_admission(message)
             self._deliver(to, reply)
         if isinstance(message, ms.GrantLease | ms.Expire):
             self._tick_on()
+
+    def _note_admission(self, message: ms.Admit) -> None:
+        admitted = self.admitted.setdefault((message.gang, message.epoch, message.rank), [])
+        if message.token not in admitted:
+            admitted.append(message.token)
+            self.world.truth.rank_admitted(message)
 
     def serve_key(self, process: SimProcess, kind: Any, fields: tuple[Any, ...]) -> None:
         """A request of a user's process, about keys; or of a ghost, about anything."""

@@ -14,7 +14,7 @@ from coordinator.core.gang_state import Gang, MemberRecord
 from coordinator.core.resync import StoreView, members_with_lease, missed_events, unaccounted
 from coordinator.core.store_silence import PULSE_S, StorePulse
 from coordinator.core.store_trust import CatchUp, EpochKey
-from mesh.ids import Epoch, Incarnation, RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, RunUid
 from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
 from mesh.reasons import Reason
 from mesh.store import messages as ms
@@ -187,6 +187,15 @@ class StoreLine:
         key = (me.run_uid, me.epoch, me.rank, me.token)
         reply = yield self.ask(ms.Expire, *key, LEASE_TTL_S, LEASE_GUARD_S)
         return bool(_answer(reply).value)
+
+    def admit(self, incarnation: Incarnation, instead_of: IncarnationToken) -> Step[bool]:
+        me = incarnation
+        reply = yield self.ask(ms.Admit, me.run_uid, me.epoch, me.rank, me.token, instead_of)
+        if _is_stale(reply) or _is_conflict(reply):
+            return False
+        if not _answer(reply).value:
+            raise Down  # the one before is not over yet
+        return True
 
     def forget(self, uid: RunUid) -> Step[None]:
         _answer((yield self.ask(ms.DropGang, uid)))

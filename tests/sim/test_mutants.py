@@ -23,7 +23,7 @@ from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind, Restarts, Settlement
 from coordinator.core.store_trust import EpochKey, StoreTrust
 from mesh.ids import Incarnation, RunUid
-from mesh.states import RunState
+from mesh.states import FailurePolicy, RunState
 from mesh.store import barrier, leases
 from mesh.store import messages as ms
 from mesh.store.books import Books, Output
@@ -48,6 +48,8 @@ class Mutant:
     """A pattern of the violation."""
     parts: Parts = field(default_factory=Parts)
     faults: Faults = field(default_factory=Faults)
+    policy: FailurePolicy | None = None
+    """Of every run; None for what the seed says."""
     patches: tuple[tuple[Any, str, Any], ...] = ()
     """Functions of modules that are replaced: module, name, what takes its place."""
 
@@ -168,6 +170,15 @@ class ForgetsWishes(GangCore):
     def _wish(self, outcome: Outcome) -> None:
         if self.gang.outcome is None or self.gang.outcome.kind is not OutcomeKind.JUDGE:
             super()._wish(outcome)
+
+
+class StartsAgainAtOnce(GangCore):
+    """Makes a rank's next life before the one before has confirmed."""
+
+    def _stop_alone(self, failure: Any, member: Any) -> None:
+        super()._stop_alone(failure, member)
+        if member.settlement is None:
+            self._begin_again(member)
 
 
 class ActsFirst(SimCoordinator):
@@ -373,6 +384,19 @@ MUTANTS = (
         ),
     ),
     Mutant(name="blame without waiting", caught_by="^blame: ", patches=((blame, "judge", _first_heard),)),
+    Mutant(
+        name="rank admitted without proof",
+        caught_by="^1: nothing begins beside what may still act",
+        parts=Parts(gang_core=StartsAgainAtOnce),
+        policy=FailurePolicy.RESTART_RANK,
+    ),
+    Mutant(
+        name="rank restarted without waiting",
+        caught_by="^blame: rank . starts again alone",
+        patches=((recovery, "LONE_WINDOW_S", 0.0),),
+        faults=mostly({Incident.MACHINE_LOST: 1}, incidents_in=(RunState.RUNNING,), exit_badly=0.7),
+        policy=FailurePolicy.RESTART_RANK,
+    ),
 )
 
 
@@ -382,7 +406,9 @@ def seeds_needed(mutant: Mutant, patch: Callable[[Any, str, Any], None]) -> int:
         patch(target, name, broken)
     for seed in range(SEEDS_MAX):
         try:
-            World(seed, **shape_of(seed), faults=mutant.faults, parts=mutant.parts).run()
+            World(
+                seed, **shape_of(seed), faults=mutant.faults, parts=mutant.parts, policy=mutant.policy
+            ).run()
         except Violation as violation:
             assert re.search(mutant.caught_by, str(violation)), (
                 f"caught, but by another invariant: {violation}"
@@ -400,7 +426,7 @@ def test_a_broken_fence_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatc
 def test_the_same_faults_break_nothing_that_is_whole(mutant: Mutant) -> None:
     for seed in range(30):
         if mutant.name != "clocks drift beyond the guard":
-            World(seed, **shape_of(seed), faults=mutant.faults).run()
+            World(seed, **shape_of(seed), faults=mutant.faults, policy=mutant.policy).run()
 
 
 def main() -> None:

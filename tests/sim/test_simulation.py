@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.core.gang_state import RestartKind
-from mesh.states import RunState
+from mesh.messages import CauseEvidence, ProcessExit
+from mesh.states import FailurePolicy, RunState
 from tests.sim.faults import NO_FAULTS, Faults, Incident, only, shape_of
 from tests.sim.incidents import STATES
 from tests.sim.world import World
@@ -45,6 +46,19 @@ def test_every_seed_keeps_every_invariant(piece: int) -> None:
     assert crashes > PIECE / 20, "the faults that were to be survived did not happen"
     assert {kind for kind, _ in seen} == set(Incident), "something never went wrong"
     assert {state for _, state in seen} >= set(STATES), "in some state nothing ever went wrong"
+
+
+@pytest.mark.parametrize("piece", range(2))
+def test_ranks_that_start_again_alone_keep_every_invariant(piece: int) -> None:
+    """Most commands fail; what goes wrong besides does so while a rank is away."""
+    again = crashes = 0
+    faults = replace(Faults(), exit_badly=0.5)
+    for seed in range(piece * PIECE, (piece + 1) * PIECE):
+        policy = FailurePolicy.RESTART_RANK
+        world = World(seed, **shape_of(seed), faults=faults, policy=policy, max_restarts=3).run()
+        again += world.truth.again
+        crashes += world.coordinator.crashes
+    assert again > PIECE / 4 and crashes > PIECE / 20
 
 
 def test_lives_with_every_heartbeat_keep_every_invariant_too() -> None:
@@ -82,15 +96,33 @@ LIVES: dict[str, tuple[tuple[float, Incident], ...]] = {
         (6.0, Incident.STORE_RESTARTED),
         (16.0, Incident.AGENT_DIED),
     ),
+    "a rank starts again alone": (),
 }
 
 
-def live(life: str, faults: Faults) -> World:
-    """One of `LIVES`: the same up to the first fault that is added."""
-    world = World(8, nodes=2, machines=5, faults=replace(faults, long_run=1.0), max_restarts=3)
-    for at_s, incident in LIVES[life]:
+def fail_rank_1(world: World) -> None:
+    for processes in list(world.truth.alive.values()):
+        for process in [process for me, process in processes.items() if me.rank == 1]:
+            process.end(ProcessExit(code=42), CauseEvidence())
+
+
+def live(life: str, faults: Faults, *more: tuple[float, Incident]) -> World:
+    """One of `LIVES`, and more to happen: the same up to the first fault that is added."""
+    is_for_rank = life == "a rank starts again alone"
+    policy = FailurePolicy.RESTART_RANK if is_for_rank else None
+    faults = replace(faults, long_run=1.0)
+    world = World(8, nodes=2, machines=5, faults=faults, max_restarts=3, policy=policy)
+    if is_for_rank:
+        world.after(6.0, fail_rank_1, world)
+    for at_s, incident in (*LIVES[life], *more):
         world.after(at_s, world.incidents.happen, incident)
     return world.run()
+
+
+def test_a_rank_that_fails_starts_again_alone() -> None:
+    world = live("a rank starts again alone", NO_FAULTS)
+    assert world.truth.again == 1
+    assert [gang.epoch for gang in world.coordinator.journal.values()] == [1]
 
 
 @pytest.mark.parametrize("life", LIVES)
@@ -121,6 +153,23 @@ def test_a_cancel_at_any_moment_ends_in_cancelled_or_in_what_had_happened_before
         for at_s, incident in (*LIVES[life], (step * 0.2, Incident.CANCEL)):
             world.after(at_s, world.incidents.happen, incident)
         assert set(world.run().final_states().values()) <= {RunState.CANCELLED, RunState.SUCCEEDED}
+
+
+@pytest.mark.parametrize(
+    ("incident", "end"),
+    [
+        (Incident.CANCEL, RunState.CANCELLED),
+        (Incident.MACHINE_LOST, RunState.SUCCEEDED),
+        (Incident.RECLAIM, RunState.SUCCEEDED),
+        (Incident.AGENT_DIED, RunState.SUCCEEDED),
+        (Incident.STORE_RESTARTED, RunState.SUCCEEDED),
+        (Incident.COORDINATOR_CRASHED, RunState.SUCCEEDED),
+    ],
+)
+def test_whatever_happens_while_a_rank_is_away_has_its_end(incident: Incident, end: RunState) -> None:
+    for step in range(50):
+        world = live("a rank starts again alone", NO_FAULTS, (5.9 + step * 0.15, incident))
+        assert set(world.final_states().values()) == {end}, f"{incident} at step {step}"
 
 
 # ---- stories that the design names --------------------------------------------------------------------

@@ -36,7 +36,9 @@ class Truth:
         """Members of which the journal says why nothing of them can act any more."""
         self.ghosts = 0
         """How often a process of an older epoch went on after its machine had stood still."""
-        self._started: set[tuple[RunUid, Epoch, Rank]] = set()
+        self.again = 0
+        """How often a rank started again alone."""
+        self._started: set[Incarnation] = set()
         self._heard: dict[RunUid, Epoch] = {}
         self._cancelled: set[RunUid] = set()
         self._deaths: dict[tuple[RunUid, Epoch], list[tuple[float, Rank, str]]] = {}
@@ -52,14 +54,21 @@ class Truth:
     def process_started(self, process: SimProcess) -> None:
         """Invariants 1 and 2 are about this moment."""
         me = process.incarnation
+        place = (me.run_uid, me.epoch, me.rank)
         tokens = self.world.store.opened.get((me.run_uid, me.epoch))
         if tokens is None:
             raise Violation("2: a process started before its barrier opened")
-        if tokens[me.rank] != me.token:
+        admitted = self.world.store.admitted.get(place, ())
+        if me.token != tokens[me.rank] and me.token not in admitted:
             raise Violation("2: a process started for which no barrier opened")
-        if (me.run_uid, me.epoch, me.rank) in self._started:
+        if me in self._started:
             raise Violation("2: a command was started twice")
-        self._started.add((me.run_uid, me.epoch, me.rank))
+        if me.token != (admitted[-1] if admitted else tokens[me.rank]):
+            raise Violation("1: a process started of a rank that is another life's by now")
+        self._started.add(me)
+        if any(_place(other) == place for other in self.alive.get(me.run_uid, ())):
+            raise Violation("1: a rank starts again beside a process of its life before")
+        self.again += bool(admitted)
         self.alive.setdefault(me.run_uid, {})[me] = process
         self.check_acting()
         if self.world.keeps_log:
@@ -211,6 +220,16 @@ class Truth:
         if isinstance(reply, ms.Value) and reply.value != f"{request.epoch}".encode():
             raise Violation("8: a rank read what another epoch had written")
 
+    def rank_admitted(self, message: ms.Admit) -> None:
+        """A rank is let in alone, as if nothing but its own command had failed."""
+        if self.world.store.had_trouble or self.world.incidents.has_delayed_news:
+            return  # a lapse may be late for reasons of its own
+        deaths = self._deaths.get((message.gang, message.epoch), [])
+        failed_at = max(at for at, rank, _ in deaths if rank == message.rank)
+        for at, rank, how in deaths:
+            if rank != message.rank and how == "its machine was lost" and at < failed_at:
+                raise Violation(f"blame: rank {message.rank} starts again alone, rank {rank} was lost before")
+
     # ---- machines ---------------------------------------------------------------------------------
 
     def machine_granted(self, machine: Machine, uid: RunUid) -> None:
@@ -258,6 +277,10 @@ class Truth:
         keys = [(line.machine, line.reservation) for line in holdings]
         if len(keys) != len(set(keys)):
             raise Violation("6: a machine is in the ledger twice for one reservation")
+
+
+def _place(incarnation: Incarnation) -> tuple[RunUid, Epoch, Rank]:
+    return (incarnation.run_uid, incarnation.epoch, incarnation.rank)
 
 
 _IN_AN_EPOCH = (RunState.ASSEMBLING, RunState.STARTING, RunState.RUNNING, RunState.FENCING)

@@ -70,6 +70,7 @@ class World:
         faults: None for the default mix.
         parts: what the world is made of; broken ones for mutants.
         max_restarts: of every run's plan; None for what the seed says.
+        policy: of every run's plan; None for what the seed says.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class World:
         faults: Faults | None = None,
         parts: Parts | None = None,
         max_restarts: int | None = None,
+        policy: FailurePolicy | None = None,
     ) -> None:
         self.seed = seed
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.parts = parts or Parts()
         self._max_restarts = max_restarts
+        self._policy = policy
         self.now = 1000.0
         self.log: list[str] = []
         self.keeps_log = False
@@ -134,12 +137,18 @@ class World:
             max_restarts=self.random.choice([0, 1, 3, 3])
             if self._max_restarts is None
             else self._max_restarts,
-            on_process_failure=self.random.choice([FailurePolicy.FAIL, FailurePolicy.RESTART_GANG]),
+            on_process_failure=self._policy_of_run(),
             grace_period_s=10.0,
         )
         gang = Gang(uid=RunUid(f"{index:016x}"), plan=plan, created_at=self.now)
         self.coordinator.journal[gang.uid] = gang.snapshot()
         self.after(self.random.uniform(0, 1), self._accept, gang)
+
+    def _policy_of_run(self) -> FailurePolicy:
+        drawn = self.random.choice([FailurePolicy.FAIL, FailurePolicy.RESTART_GANG])
+        if self.seed % 7 in (2, 4):  # not drawn: lives of other seeds stay as they were
+            drawn = FailurePolicy.RESTART_RANK
+        return self._policy or drawn
 
     def _accept(self, gang: Gang) -> None:
         if self.coordinator.is_up:

@@ -7,6 +7,7 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from coordinator import driver_care
 from coordinator.coordinator import Coordinator
+from coordinator.core import recovery
 from coordinator.core.effects import GangEffect, OrderMember
 from coordinator.core.events import BarrierOpened, GangEvent, Now
 from coordinator.core.gang import GangCore
@@ -33,7 +35,7 @@ from mesh.messages import (
 )
 from mesh.plan import Endpoint, RunPlan
 from mesh.resources import Run
-from mesh.states import RunState, Transport
+from mesh.states import FailurePolicy, RunState, Transport
 from tests.fakes.fleet import FakeFleet, FakeStore
 
 NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
@@ -162,6 +164,26 @@ async def test_a_failure_is_fenced_and_its_exit_code_is_the_runs(bench: Bench) -
     run = await bench.until_state("bad", RunState.FAILED)
     assert run["status"]["exitCode"] == 42
     assert run["status"]["cause"] is not None and run["status"]["cause"]["rank"] == 1
+
+
+async def test_a_rank_starts_again_alone_once_the_store_has_admitted_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "LONE_WINDOW_S", 0.05)
+    plan = replace(_plan("lone"), on_process_failure=FailurePolicy.RESTART_RANK)
+    await bench.coordinator.submit({"spec": {}}, plan.to_record(), None)
+    await bench.start_all()
+    first = bench.incarnations()[1]
+    await bench.end(first, 42)
+    await bench.until(lambda: [f.incarnation for f in bench.fleet.fences] == [first])
+    await bench.coordinator.report(MemberFenced(incarnation=first, at=time.time()))
+    await bench.until(lambda: len(bench.fleet.orders) == 3)
+    again = bench.incarnations()[2]
+    assert bench.store.admitted == [(again, first.token)] and again.rank == first.rank
+    assert bench.fleet.dismissed == [first]
+    assert (await bench.coordinator.get_run("lone"))["status"]["state"] == "Running"
+    attempts = await bench.coordinator.list_attempts({"nodus.dev/job": "lone", "nodus.dev/rank": "1"})
+    assert [(a["epoch"], a["state"]) for a in attempts] == [(1, "Exited"), (1, "Ordered")]
 
 
 async def test_a_name_is_taken_until_its_run_is_deleted(bench: Bench) -> None:

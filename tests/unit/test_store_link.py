@@ -22,7 +22,7 @@ from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
 from coordinator.core.store_silence import SILENT_S
 from coordinator.store_actor import StoreConnection, StoreServer
 from coordinator.store_link import StoreLink
-from mesh.errors import ConflictError, LeaseLostError, TransportError
+from mesh.errors import ConflictError, LeaseLostError, RendezvousError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.plan import Endpoint, RunPlan
 from mesh.states import RunState
@@ -409,6 +409,27 @@ async def test_an_epoch_that_is_gone_has_nobody_to_be_given_up(store: ListeningS
         admin = await store.connect(ms.Role.ADMIN)
         await admin.set_floor(UID, Epoch(2), 2)
         assert await link.revoke(UID, incarnation(0)) is None
+
+
+async def test_a_rank_is_admitted_once_its_life_before_is_over(store: ListeningStore) -> None:
+    async with Line(store, Ears(gang_of(MemberPhase.ARRIVED, barrier_open=False))) as link:
+        await insist(link, is_new=True)
+        client = await store.connect()
+        await lease(client, 0)
+        await lease(client, 1)
+        await asyncio.gather(arrive(client, 0), arrive(client, 1))
+        with pytest.raises(RendezvousError, match="not over yet"):
+            await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token)
+        await client.release_lease(UID, EPOCH, Rank(1), incarnation(1).token)
+        assert await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token) is True
+        await lease(client, 1, "u")
+        await arrive(client, 1, "u")
+
+
+async def test_a_store_that_has_not_seen_the_opening_admits_nobody(store: ListeningStore) -> None:
+    async with Line(store, Ears(gang_of(MemberPhase.STARTED, barrier_open=True))) as link:
+        await insist(link, is_new=False)
+        assert await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token) is False
 
 
 # ---- the store's silence ------------------------------------------------------------------------------

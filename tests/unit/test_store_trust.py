@@ -172,3 +172,32 @@ def test_a_store_at_another_epoch_and_a_gang_that_is_over_tell_nothing() -> None
     assert not missed_events(of, other) and not unaccounted(of, other)
     of.state = RunState.SUCCEEDED
     assert not missed_events(of, view()) and not unaccounted(of, view(from_start=False))
+
+
+# ---- a rank that starts again alone -------------------------------------------------------------------
+
+
+def beginning_again() -> Gang:
+    """Rank 1 was ordered anew, and may not have taken its lease yet."""
+    found = gang(barrier_open=True, phase=MemberPhase.STARTED)
+    found.attempts.append(replace(found.members[Rank(1)], phase=MemberPhase.EXITED))
+    again = replace(member(incarnation(1, "u"), MemberPhase.ORDERED), instead_of=incarnation(1).token)
+    found.members[Rank(1)] = again
+    return found
+
+
+@pytest.mark.parametrize("from_start", [True, False])
+def test_one_that_was_admitted_may_still_come_and_is_not_missed(from_start: bool) -> None:
+    view = StoreView(
+        epoch=E1, holders=frozenset({(Rank(0), incarnation(0).token)}), has_opened=True, from_start=from_start
+    )
+    found = beginning_again()
+    assert missed_events(found, view) == [] and unaccounted(found, view) == []
+    found.members[Rank(1)] = replace(found.members[Rank(1)], phase=MemberPhase.REGISTERED)
+    assert len(missed_events(found, view) + unaccounted(found, view)) == 1
+
+
+def test_lives_that_had_passed_the_barrier_are_not_among_those_that_were_given_up() -> None:
+    """There may be very many of them; and a barrier that has opened is closed in a store that has not seen it."""
+    telling = StoreTrust().telling(KEY, beginning_again(), is_first=False)
+    assert telling.revoked == () and telling.has_opened
