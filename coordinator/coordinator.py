@@ -43,6 +43,8 @@ from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 from mesh.selectors import JOB_LABEL
 from mesh.states import HarmKind, RunState
 
+LOCAL_PROVIDER = "local"
+"""What machines that are simulated on the head's host say of themselves."""
 RUNS_MAX = 10_000
 EVENTS_PAGE_MAX = 1_000
 STOP_TIMEOUT_S = 5.0
@@ -336,8 +338,10 @@ class Coordinator:
                 "gpus": {"type": facts.gpu_type, "count": facts.gpu_count},
                 "state": _machine_state(facts, used_by),
                 "run": used_by.get(facts.name),
+                "waitsFor": _waits_for(facts, used_by.get(facts.name)),
             }
             for facts in sorted(await self._fleet.machines(), key=lambda m: m.name)
+            if facts.is_alive or not facts.is_cordoned or facts.name in used_by
         ]
 
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
@@ -478,6 +482,15 @@ def _machine_state(facts: MachineFacts, used_by: Mapping[str, str]) -> str:
     if facts.is_cordoned:
         return "Leaving"
     return "InUse" if facts.name in used_by else "Ready"
+
+
+def _waits_for(facts: MachineFacts, user: str | None) -> str | None:
+    if not facts.is_alive or not facts.is_cordoned:
+        return None
+    if user is not None:
+        return f"run {user} to leave it"
+    # The head ends a simulated one that is free; a real one is its owner's.
+    return "its end" if facts.labels.get("provider") == LOCAL_PROVIDER else "its agent to be stopped there"
 
 
 def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

@@ -319,12 +319,19 @@ class Head:
         self._spawn_task(self._provider.node_lost(name, f"its agent ended (code {code})"), f"loss of {name}")
 
     async def _look_for_dead(self, provider: LocalProvider, service: StoppableService) -> None:
-        """A raylet that stands still is alive for its parent, and dead for Ray."""
+        """A raylet that stands still is alive for its parent, and dead for Ray. One that is to leave ends once free."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
                 for machine in await service.list_machines():
-                    if machine["state"] == "Lost" and machine["name"] in provider.machines:
+                    if machine["name"] not in provider.machines:
+                        continue
+                    if machine["state"] == "Leaving" and machine["run"] is None:
+                        _log.info(
+                            "The machine %s was wanted back, and is free: it is ended.", machine["name"]
+                        )
+                        await provider.retire(machine["name"])
+                    elif machine["state"] == "Lost":
                         _log.warning(
                             "The machine %s does not answer: Ray holds it for dead.", machine["name"]
                         )

@@ -239,8 +239,10 @@ class Machine(TypedDict):
     gpus: dict[str, Any]
     """`{"type": "H100" | null, "count": 8}`."""
     state: str
-    """Ready, InUse, Leaving (it is wanted back: nobody gets it any more) or Lost."""
+    """Ready, InUse, Leaving (it is wanted back: nobody gets it any more) or Lost. One that has left is not listed."""
     run: str | None
+    waitsFor: str | None
+    """What one that leaves waits for, in words."""
 
 
 class Event(TypedDict):

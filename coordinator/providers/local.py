@@ -160,6 +160,14 @@ class LocalProvider:
         await self._ray.start_node(node)
         return ProvidedMachine(name=name, address=address, labels=_labels())
 
+    async def retire(self, name: str) -> None:
+        """Ends a machine that was wanted back and is free. None comes in its place."""
+        async with self._resizing:
+            if name not in self._machines:
+                return
+            self._wanted -= 1
+            await self.release(name)
+
     # ---- losses -----------------------------------------------------------------------------------
 
     async def node_lost(self, name: str, message: str) -> None:

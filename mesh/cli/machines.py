@@ -64,14 +64,15 @@ async def _drain(
         while machine["run"] and not detach:
             await asyncio.sleep(LOOK_S)
             present = [m for m in await client.list_machines() if m["name"] == name and m["state"] != "Lost"]
-            machine = present[0] if present else {**machine, "state": "Lost", "run": None}
+            machine = present[0] if present else {**machine, "state": "Lost", "run": None, "waitsFor": None}
     if output in (OutputFormat.JSON, OutputFormat.YAML):
         print_document(terminal, machine, output)
         return 0
     if machine["state"] == "Lost":
-        terminal.note(f"{name} is lost.")
+        terminal.note(f"{name} is gone.")
     elif machine["run"]:
         terminal.note(f"{name} leaves; {machine['run']} has it still. See: mesh get machines")
     else:
-        terminal.note(f"{name} is free, and nobody gets it any more.")
+        waits = f" It waits for {machine['waitsFor']}." if machine["waitsFor"] else ""
+        terminal.note(f"{name} is free, and nobody gets it any more.{waits}")
     return 0

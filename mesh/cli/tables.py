@@ -121,6 +121,7 @@ MACHINES = (
     Column(title="GPUS", text=_gpus),
     Column(title="ADDRESS", text=lambda machine: str(machine["address"])),
     Column(title="RUN", text=lambda machine: _optional(machine["run"]), flexible=True),
+    Column(title="WAITS FOR", text=lambda machine: _optional(machine["waitsFor"]), flexible=True),
     Column(title="LABELS", text=_labels, wide=True),
 )
 

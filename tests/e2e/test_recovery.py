@@ -134,3 +134,25 @@ def test_a_suspended_run_gives_its_machines_back_and_goes_on(mesh: RealMesh) -> 
     gate.touch()
     ended = mesh.ended(name)["status"]
     assert (ended["state"], ended["epoch"], ended["restarts"]["total"]) == ("Succeeded", 2, 0)
+
+
+@pytest.mark.long
+def test_a_drained_machine_is_left_and_then_is_gone(mesh: RealMesh) -> None:
+    name = mesh.submit("--nodes", "2", "--grace-period", "2s", "--", "sleep", "600")
+    left = mesh.running(name)["status"]["ranks"][1]["machine"]
+    before = set(mesh.machines())
+    mesh.cli("drain", left, "--grace", "2s", limit_s=120)
+    machine = mesh.machines().get(left)
+    assert machine is None or (machine["state"], machine["waitsFor"]) == ("Leaving", "its end")
+    wait_until(lambda: left not in mesh.machines(), "the machine to be gone")
+    run = wait_until(lambda: _running_at(mesh, name, 2), "the second epoch")
+    assert left not in {rank["machine"] for rank in run["status"]["ranks"]}
+    assert len(mesh.machines()) == len(before), "another one came instead"
+    mesh.cli("cancel", name)
+    mesh.no_process_left(mesh.ended(name))
+
+
+def _running_at(mesh: RealMesh, name: str, epoch: int) -> dict[str, Any] | None:
+    run = mesh.run(name)
+    status = run["status"]
+    return run if (status["state"], status["epoch"]) == ("Running", epoch) else None

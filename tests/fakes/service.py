@@ -163,6 +163,7 @@ class FakeService:
             "gpus": dict(self._gpus),
             "state": "Lost" if name in self._lost else state,
             "run": user,
+            "waitsFor": f"run {user} to leave it" if state == "Leaving" and user else None,
         }
 
     @staticmethod

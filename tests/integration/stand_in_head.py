@@ -41,6 +41,7 @@ class StandInCoordinator:
                 },
                 "state": "Ready" if node["Alive"] else "Lost",
                 "run": None,
+                "waitsFor": None,
             }
             for node in nodes
             if "gangmesh.machine" in node["Labels"]

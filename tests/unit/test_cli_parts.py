@@ -347,7 +347,7 @@ async def test_a_drain_ends_when_the_machine_is_gone_for_good(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A deployment that began again knows nothing of it."""
-    held = {"name": "local-1", "state": "InUse", "run": "r"}
+    held = {"name": "local-1", "state": "InUse", "run": "r", "waitsFor": None}
 
     class Client:
         is_local = False
@@ -367,4 +367,4 @@ async def test_a_drain_ends_when_the_machine_is_gone_for_good(
     monkeypatch.setattr(machines, "client_for", lambda state, url: Client())
     monkeypatch.setattr(machines, "LOOK_S", 0.001)
     assert await machines._drain("local-1", 5.0, "", False, OutputFormat.TABLE, None, None) == 0
-    assert "local-1 is lost" in capfd.readouterr().err
+    assert "local-1 is gone" in capfd.readouterr().err

@@ -23,7 +23,7 @@ from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.journal import SqlJournal
 from mesh.errors import ConflictError, NotFoundError, StorageError, TransportError
-from mesh.ids import Epoch, Incarnation, Rank, RunName, RunUid, new_token
+from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, RunUid, new_token
 from mesh.messages import (
     CauseEvidence,
     JoinOrder,
@@ -303,6 +303,35 @@ async def test_a_full_disk_refuses_new_work_keeps_what_runs_and_ends_when_there_
     is_full = False
     await report
     await bench.submit("more")
+
+
+async def test_a_machine_that_is_wanted_back_says_what_it_waits_for_and_is_not_listed_once_it_left(
+    bench: Bench,
+) -> None:
+    async def listed(name: str) -> dict[str, Any] | None:
+        return next((dict(m) for m in await bench.coordinator.list_machines() if m["name"] == name), None)
+
+    await bench.submit("moves")
+    await bench.start_all()
+    machine = await bench.coordinator.reclaim("m1", 30.0, "")
+    assert (machine["state"], machine["waitsFor"]) == ("Leaving", "run moves to leave it")
+    bench.fleet.lost.add(MachineName("m1"))
+    held = await listed("m1")
+    assert held is not None and (held["state"], held["run"], held["waitsFor"]) == ("Lost", "moves", None)
+    bench.fleet.lost.clear()
+    await bench.coordinator.cancel("moves", "")
+    await bench.until(lambda: len(bench.fleet.fences) == 2)
+    await bench.fenced()
+    await bench.until(lambda: not bench.fleet.held)
+    await bench.until_state("moves", RunState.CANCELLED)
+    async with asyncio.timeout(10):
+        while (free := await listed("m1")) is None or free["run"] is not None:
+            await asyncio.sleep(0.001)
+    assert free["waitsFor"] == "its agent to be stopped there"
+    bench.fleet.lost |= {MachineName("m0"), MachineName("m1")}
+    assert await listed("m1") is None
+    lost = await listed("m0")
+    assert lost is not None and lost["state"] == "Lost", "nobody wanted that one back"
 
 
 # ---- faults of our own, and rows that cannot be read --------------------------------------------------

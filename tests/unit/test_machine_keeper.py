@@ -234,3 +234,13 @@ async def test_a_raylet_that_cannot_be_spawned_is_tried_again_under_another_name
         monkeypatch.setattr(one.raylets, "start_node", fail_once)
         await one.lose("local-1")
         await one.until("local-2", "local-4")
+
+
+async def test_a_machine_that_was_wanted_back_is_ended_and_none_comes_in_its_place(tmp_path: Path) -> None:
+    async with laptop(tmp_path, machines=2) as one:
+        await one.provider.retire("local-1")
+        await one.until("local-2")
+        await one.provider.retire("local-1")
+        assert StateFolder(tmp_path).read_inventory().indexes == (2,)
+        await one.lose("local-2")
+        await one.until("local-3")
