@@ -36,6 +36,8 @@ STRING_BYTES_MAX = 128 * 1024
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FAILED_START_EXIT_CODE = 127
 SHEBANG_BYTES_MAX = 256
+FOLDERS_SHOWN = 3
+"""Of a PATH, in a sentence: a virtual environment comes first."""
 
 
 class StartError(Exception):
@@ -125,7 +127,9 @@ def find_program(name: str, environment: Mapping[str, str]) -> str:
         if os.path.exists(_bytes(name))
         else ""
     )
-    looked_in = ":".join(dict.fromkeys(path.split(":")))  # a login's PATH often names a directory twice
+    folders = list(dict.fromkeys(path.split(":")))  # a login's PATH often names one twice
+    rest = f" and {len(folders) - FOLDERS_SHOWN} more" if len(folders) > FOLDERS_SHOWN else ""
+    looked_in = ":".join(folders[:FOLDERS_SHOWN]) + rest
     raise StartError(COMMAND_NOT_FOUND, f"command not found: '{name}' (looked in PATH={looked_in}){hint}")
 
 
