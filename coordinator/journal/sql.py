@@ -21,7 +21,7 @@ from mesh.errors import ConflictError, SpecError, StorageError
 from mesh.ids import RunUid
 from mesh.reasons import Reason
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
     "sqlite+aiosqlite": "sqlite+aiosqlite",
@@ -45,11 +45,20 @@ _runs = sa.Table(
     sa.Column("uid", sa.Text, primary_key=True),
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("request_id", sa.Text, unique=True),
-    sa.Column("job", sa.Text, nullable=False),
-    sa.Column("plan", sa.Text, nullable=False),
     sa.Column("record", sa.Text, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("deleted_at", sa.Float),
+)
+_submitted = sa.Table(
+    "submitted",
+    _metadata,
+    sa.Column("uid", sa.Text, primary_key=True),
+    sa.Column("job", sa.Text, nullable=False),
+    sa.Column("plan", sa.Text, nullable=False),
+)
+"""What never changes of a run. Apart, because a change of a row writes all of it, and this may hold a megabyte."""
+_whole_run = sa.select(_runs, _submitted.c.job, _submitted.c.plan).join_from(
+    _runs, _submitted, _runs.c.uid == _submitted.c.uid
 )
 _is_live = _runs.c.deleted_at.is_(None)
 sa.Index("runs_live_name", _runs.c.name, unique=True, sqlite_where=_is_live, postgresql_where=_is_live)
@@ -138,7 +147,7 @@ class SqlJournal:
             async with self._transaction() as connection:
                 if request_id is not None:
                     earlier = (
-                        await connection.execute(sa.select(_runs).where(_runs.c.request_id == request_id))
+                        await connection.execute(_whole_run.where(_runs.c.request_id == request_id))
                     ).first()
                     if earlier is not None:
                         return _run_row(earlier)
@@ -147,12 +156,12 @@ class SqlJournal:
                         uid=row.uid,
                         name=row.name,
                         request_id=request_id,
-                        job=json.dumps(row.job),
-                        plan=json.dumps(row.record["plan"]),
                         record=_changing_part(row.record),
                         created_at=row.created_at,
                     )
                 )
+                job, plan = json.dumps(row.job), json.dumps(row.record["plan"])
+                await connection.execute(_submitted.insert().values(uid=row.uid, job=job, plan=plan))
         except IntegrityError as error:
             raise ConflictError(
                 f"There is a run named '{row.name}' already.",
@@ -189,20 +198,19 @@ class SqlJournal:
 
     async def runs(self) -> list[RunRow]:
         async with self._transaction() as connection:
-            query = sa.select(_runs).where(_is_live).order_by(_runs.c.created_at, _runs.c.uid)
+            query = _whole_run.where(_is_live).order_by(_runs.c.created_at, _runs.c.uid)
             return [_run_row(row) for row in await connection.execute(query)]
 
     async def delete_run(self, uid: RunUid, at: float) -> None:
         async with self._transaction() as connection:
-            found = (await connection.execute(sa.select(_runs).where(_runs.c.uid == uid))).first()
+            await connection.execute(_runs.update().where(_runs.c.uid == uid).values(deleted_at=at))
+            is_its = _submitted.c.uid == uid
+            found = (await connection.execute(sa.select(_submitted).where(is_its))).first()
             if found is not None:  # the rest stays, for a request that is repeated
                 job, plan = _read(found.job), {**_read(found.plan), "env": []}
                 job.get("spec", {}).pop("env", None)
-                await connection.execute(
-                    _runs.update()
-                    .where(_runs.c.uid == uid)
-                    .values(deleted_at=at, job=json.dumps(job), plan=json.dumps(plan))
-                )
+                changed = _submitted.update().where(is_its)
+                await connection.execute(changed.values(job=json.dumps(job), plan=json.dumps(plan)))
             await connection.execute(_events.delete().where(_events.c.uid == uid))
 
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:

@@ -159,6 +159,24 @@ async def test_what_was_committed_is_there_for_the_next_process(tmp_path: Path) 
     await first.close()
 
 
+async def test_a_change_does_not_write_what_never_changes(tmp_path: Path) -> None:
+    """A megabyte of environment with every change would make every gang of the deployment wait."""
+    journal = SqlJournal(f"sqlite:///{tmp_path}/journal.db")
+    await journal.open()
+    env = tuple((f"V{number}", "x" * 100_000) for number in range(10))
+    plan = RunPlan(name=RunName("big"), command=("true",), env=env)
+    gang = Gang(uid=RunUid("b1" * 8), plan=plan, created_at=1.0)
+    record = record_of(gang)
+    row = RunRow(uid=gang.uid, name="big", job={"spec": {"env": dict(env)}}, record=record, created_at=1.0)
+    await journal.create_run(row, request_id=None)
+    wal = tmp_path / "journal.db-wal"
+    before = wal.stat().st_size
+    for number in range(20):
+        await journal.commit(gang.uid, {**record, "message": "m" * number}, [], 2.0)
+    assert wal.stat().st_size - before < 1_000_000
+    await journal.close()
+
+
 async def test_a_full_disk_is_said_and_reading_goes_on(tmp_path: Path) -> None:
     """SQLite's own page limit stands for the disk: it fails with the same error at the same place."""
     journal = SqlJournal(f"sqlite:///{tmp_path}/journal.db")
