@@ -58,7 +58,7 @@ _submitted = sa.Table(
 )
 """What never changes of a run. Apart, because a change of a row writes all of it, and this may hold a megabyte."""
 _whole_run = sa.select(_runs, _submitted.c.job, _submitted.c.plan).join_from(
-    _runs, _submitted, _runs.c.uid == _submitted.c.uid
+    _runs, _submitted, _runs.c.uid == _submitted.c.uid, isouter=True
 )
 _is_live = _runs.c.deleted_at.is_(None)
 sa.Index("runs_live_name", _runs.c.name, unique=True, sqlite_where=_is_live, postgresql_where=_is_live)
@@ -208,7 +208,8 @@ class SqlJournal:
             found = (await connection.execute(sa.select(_submitted).where(is_its))).first()
             if found is not None:  # the rest stays, for a request that is repeated
                 job, plan = _read(found.job), {**_read(found.plan), "env": []}
-                job.get("spec", {}).pop("env", None)
+                if isinstance(spec := job.get("spec"), dict):
+                    spec.pop("env", None)
                 changed = _submitted.update().where(is_its)
                 await connection.execute(changed.values(job=json.dumps(job), plan=json.dumps(plan)))
             await connection.execute(_events.delete().where(_events.c.uid == uid))
@@ -274,10 +275,10 @@ def _run_row(row: Any) -> RunRow:
     )
 
 
-def _read(text: str) -> dict[str, Any]:
+def _read(text: str | None) -> dict[str, Any]:
     """Empty when this is no object in JSON: one row that was damaged is for whoever looks at that row."""
     try:
-        value = json.loads(text)
+        value = json.loads(text or "")
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {}

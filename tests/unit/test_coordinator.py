@@ -387,9 +387,10 @@ async def test_a_run_at_which_the_coordinator_fails_again_and_again_has_failed_a
         "UPDATE runs SET record = '[]' WHERE name = 'broken'",
         "UPDATE runs SET record = json_set(record, '$.state', 'Flying') WHERE name = 'broken'",
         "UPDATE runs SET record = json_remove(record, '$.holdings') WHERE name = 'broken'",
-        "UPDATE runs SET plan = 'null', job = 'x' WHERE name = 'broken'",
+        "UPDATE submitted SET plan = 'null', job = 'x' WHERE uid IN (SELECT uid FROM runs WHERE name = 'broken')",
+        "DELETE FROM submitted WHERE uid IN (SELECT uid FROM runs WHERE name = 'broken')",
     ],
-    ids=["torn", "no object", "an unknown state", "a part is missing", "plan and job"],
+    ids=["torn", "no object", "an unknown state", "a part is missing", "plan and job", "no plan and job"],
 )
 async def test_a_row_that_cannot_be_read_fails_its_run_and_stops_nothing_else(
     bench: Bench, damage: str
