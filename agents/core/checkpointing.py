@@ -94,6 +94,8 @@ class Checkpointing:
     _look_at: float | None = None
     """When to look next; None while a look is under way or none is wanted."""
     _is_looking: bool = False
+    _looks_again: bool = False
+    """The look under way began too early for what has happened since: another one follows it, and counts."""
     _is_asking_writers: bool = False
     _in_flight: _InFlight | None = None
     _taken: tuple[Entry, ...] | None = None
@@ -110,8 +112,6 @@ class Checkpointing:
     _ended: bool | None = None
     """None while the command runs; else whether it ended well."""
     _question: Questioned | None = None
-    _question_waits: bool = False
-    """The look under way is not the answer; the next one is."""
     _told: set[str] = field(default_factory=set)
     is_finished: bool = False
     _out: list[CheckpointingEffect] = field(default_factory=list)
@@ -145,7 +145,9 @@ class Checkpointing:
 
     def _look(self) -> None:
         self._look_at = None
-        if not self._is_looking:
+        if self._is_looking:
+            self._looks_again = True
+        else:
             self._is_looking = True
             is_sure = self._seen is not None and not self._unsure
             self._out.append(LookAtState(sure=_firm(self._seen.entries) if is_sure and self._seen else None))
@@ -156,7 +158,7 @@ class Checkpointing:
 
     def _on_state_seen(self, event: StateSeen, now: float) -> None:
         look = event.look
-        self._is_looking = False
+        looks_again, self._looks_again, self._is_looking = self._looks_again, False, False
         self._look_at = now + min(LOOK_MAX_S, max(LOOK_MIN_S, LOOK_SHARE * look.cost_s))
         trouble = look.trouble or _over_limit(look)
         if trouble:
@@ -180,8 +182,10 @@ class Checkpointing:
         newest = look.steps[-1] if look.steps else -1
         if newest > self._covered_step and (self._step_seen_at is None or self._step_seen_at[0] > newest):
             self._step_seen_at = (newest, now)
-        if self._question is not None:
-            self._consider_question()
+        if looks_again:
+            self._look()
+            return
+        self._answer(self._holds())
         self._consider(now)
 
     def _on_writers_seen(self, event: WritersSeen, now: float) -> None:
@@ -373,29 +377,24 @@ class Checkpointing:
     def _finish(self) -> None:
         self.is_finished = True
         self._look_at = None
-        self._answer(self._question is not None and self._question.digest == self._digest)
+        self._answer(self._holds())
         self._out.append(FinishTaking())
 
     # ---- questions ----------------------------------------------------------------------------------
 
     def _on_questioned(self, event: Questioned, now: float) -> None:
         self._question = event
-        if event.digest != self._digest:
-            self._answer(False)
-        elif self.is_finished:  # nobody is left who could have changed anything
-            self._answer(True)
+        if self.is_finished or event.digest != self._digest:  # nobody changes anything, or it has changed
+            self._answer(self._holds())
         else:
-            self._question_waits = self._is_looking  # that look began before the question was asked
             self._look()
 
-    def _consider_question(self) -> None:
-        if self._question_waits:
-            self._question_waits = False
-            self._look()
-            return
-        assert self._seen is not None
-        is_same = _firm(self._seen.entries) == _firm(self._digest_entries)
-        self._answer(is_same and not self._seen.is_saving)
+    def _holds(self) -> bool:
+        """The directory, looked at last, was what the part is that is asked about; it is the one stored last."""
+        seen, question = self._seen, self._question
+        if seen is None or question is None or question.digest != self._digest:
+            return False
+        return not seen.is_saving and _firm(seen.entries) == _firm(self._digest_entries)
 
     def _answer(self, holds: bool) -> None:
         question, self._question = self._question, None

@@ -102,6 +102,9 @@ def lives(first: int, last: int) -> Tally:
         tally.happened["coordinator died"] += world.coordinator.crashes
         tally.happened["a process of an older epoch woke"] += world.truth.ghosts
         tally.happened["a rank started again alone"] += world.truth.again
+        tally.happened["checkpoint committed"] += world.truth.checkpoints.commits
+        tally.happened["rank began from a checkpoint"] += world.truth.checkpoints.restored
+        tally.happened["checkpoint found damaged"] += world.truth.checkpoints.found_damaged
         tally.happened["steps"] += world.steps
     tally.cpu_s = time.process_time() - started
     return tally

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from coordinator.checkpoint_store import Lacking
 from coordinator.core import effects as do
 from coordinator.core import events as ev
+from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
@@ -275,8 +277,10 @@ class SimCoordinator:
                 self.spawn((uid, "fence", effect.incarnation), self._fence(uid, effect))
             case do.ExpireLease():
                 self.spawn((uid, "expire", effect.incarnation), self._expire(uid, effect))
+            case do.TellAboutPart() | CommitCheckpoint() | CleanCheckpointStore():
+                self._perform_checkpoint(uid, effect)
             case do.DismissMember():
-                for what in ("order", "fence", "expire"):
+                for what in ("order", "fence", "expire", "question", "lost part"):
                     self.stop((uid, what, effect.incarnation))
                 asking = self._ask(fleet.dismiss(effect.incarnation))
                 self.spawn((uid, "dismiss", effect.incarnation), asking)
@@ -290,6 +294,36 @@ class SimCoordinator:
                 self.spawn((uid, "forget", effect.epoch), self._insist_on(lambda: line.forget(uid)))
             case _:
                 raise AssertionError(effect)
+
+    def _perform_checkpoint(
+        self, uid: RunUid, effect: do.TellAboutPart | CommitCheckpoint | CleanCheckpointStore
+    ) -> None:
+        store = self.world.checkpoint_store
+        match effect:
+            case do.TellAboutPart():
+                if effect.question is not None:
+                    self.stop((uid, "question", effect.incarnation))
+                what = "lost part" if effect.question is None else "question"
+                asking = self._ask(self.world.fleet.tell_about_part(effect))
+                self.spawn((uid, what, effect.incarnation), asking)
+            case CommitCheckpoint():
+                for key in [k for k in self._tasks if k[:2] == (uid, "commit") and k[2] != effect.number]:
+                    self.stop(key)
+                self.spawn((uid, "commit", effect.number), self._commit_checkpoint(uid, effect))
+            case CleanCheckpointStore():
+                self.stop((uid, "clean"))
+                self.spawn((uid, "clean"), self._ask(store.clean(uid, effect)))
+
+    def _commit_checkpoint(self, uid: RunUid, wish: CommitCheckpoint) -> Step[None]:
+        done = yield from self._ask(self.world.checkpoint_store.commit(uid, wish))
+        event: ev.GangEvent
+        if isinstance(done, Lacking):
+            event = ev.CheckpointLacking(number=wish.number, parts=done.parts, message=done.message)
+        else:
+            event = ev.CheckpointWritten(
+                number=wish.number, uri=done.uri, size_bytes=done.size_bytes, created_at=done.created_at
+            )
+        self.tell(uid, event)
 
     def _sleep(self, for_s: float) -> Begin:
         def begin(resume: Resume) -> None:
@@ -349,6 +383,9 @@ class SimCoordinator:
             store=NOWHERE,
             logs=NOWHERE,
             transport=Transport.PRIVATE,
+            checkpoints="sim://" if self.world.saves else None,
+            is_clean_start=effect.is_clean_start,
+            restore=effect.restore,
         )
         answer = yield from self._ask(self.world.fleet.order(order, effect.reservation))
         if answer is GONE:

@@ -79,6 +79,14 @@ class Faults:
     """Mean of one message from or to a machine."""
     thaws_without_network: float = 0.25
     """A machine that stood still comes back cut off."""
+    checkpoint_store_away: float = 0.3
+    """A time at which the checkpoint store answers nothing: it is slow, full, or not there."""
+    checkpoint_store_slow: float = 0.1
+    """One answer of it takes seconds."""
+    upload_late: float = 0.1
+    """One part takes ten seconds, or until its epoch is over."""
+    part_harmed: float = 0.05
+    """A part that is stored is lost, truncated, or rots."""
     clock_drift: float = 1e-4
     """How far a monotonic clock may run fast or slow, as a share."""
     incidents: dict[Incident, int] = field(default_factory=lambda: dict(USUAL))
@@ -111,10 +119,11 @@ class Shape(TypedDict):
     gangs: int
     nodes: int
     machines: int
+    saves: bool
 
 
 def shape_of(seed: int) -> Shape:
     """How big a world a seed means: mostly one gang of two, some crowded ones."""
     gangs = (1, 1, 1, 1, 2)[seed % 5]
     nodes = (2, 2, 3, 4)[seed % 4]
-    return {"gangs": gangs, "nodes": nodes, "machines": nodes + seed % 3}
+    return {"gangs": gangs, "nodes": nodes, "machines": nodes + seed % 3, "saves": seed % 7 == 0}

@@ -6,12 +6,12 @@ as the coordinator does, so a machine that is frozen or cut off can be neither u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.core import effects as do
 from coordinator.core import events as ev
 from mesh.ids import Incarnation, MachineName, RunUid
-from mesh.messages import JoinOrder
+from mesh.messages import CheckpointOrder, JoinOrder
 from tests.sim.machine import Machine
 from tests.sim.member import SimMember
 from tests.sim.tasks import DOWN, GONE, Begin, Resume
@@ -212,7 +212,13 @@ class SimFleet:
     def dismiss(self, incarnation: Incarnation) -> Begin:
         return self._to_member(incarnation, "leave")
 
-    def _to_member(self, incarnation: Incarnation, what: str, *arguments: float) -> Begin:
+    def tell_about_part(self, effect: do.TellAboutPart) -> Begin:
+        order = CheckpointOrder(
+            incarnation=effect.incarnation, digest=effect.digest, question=effect.question
+        )
+        return self._to_member(effect.incarnation, "about_part", order)
+
+    def _to_member(self, incarnation: Incarnation, what: str, *arguments: Any) -> Begin:
         def act(member: SimMember) -> object:
             if member.is_gone:
                 return GONE

@@ -8,18 +8,22 @@ from agents.core import effects as do
 from agents.core import events as ev
 from agents.core.events import Arrival
 from agents.core.lease import LeasePhase
+from agents.core.member_state import Phase
+from agents.member_checkpoints import HAND_OVER_AFTER_KILL_S, HAND_OVER_LIMIT_S, PATIENCE_SHARE
 from mesh.ids import Incarnation
-from mesh.messages import CauseEvidence, JoinOrder, ProcessExit
+from mesh.messages import CauseEvidence, CheckpointOrder, JoinOrder, ProcessExit
 from mesh.reasons import Reason
 from mesh.store import messages as ms
 from tests.sim.keeper import SimKeeper
 from tests.sim.process import SIGKILL, SIGTERM, SimProcess
+from tests.sim.saver import SimSaver, StateDirectory
 from tests.sim.wire import Wire
 
 if TYPE_CHECKING:
     from tests.sim.machine import Machine
     from tests.sim.world import World
 
+RESTORE_AGAIN_S = 2.0
 TOLD_AFTER_S = 0.01
 """How long a command runs before its launcher says so."""
 PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
@@ -36,6 +40,8 @@ class SimMember:
         self.core = world.parts.member(address=f"rank{incarnation.rank}.test", validate=True)
         self.keeper: SimKeeper | None = None
         self.process: SimProcess | None = None
+        self.saver: SimSaver | None = None
+        self._directory = StateDirectory()
         self.is_gone = False
         self.is_hung = False
         """Its process stands still; its keeper, its launcher and its command do not."""
@@ -65,6 +71,10 @@ class SimMember:
     def join(self, order: JoinOrder) -> None:
         self.handle(ev.JoinOrdered(incarnation=self.incarnation, order=order))
 
+    def about_part(self, order: CheckpointOrder) -> None:
+        if self.saver is not None:
+            self.saver.about_part(order)
+
     def fence(self, grace_s: float) -> None:
         self.handle(ev.FenceOrdered(incarnation=self.incarnation, grace_s=grace_s))
 
@@ -76,6 +86,8 @@ class SimMember:
         if self.is_gone:
             return
         self.is_gone = True
+        if self.saver is not None:
+            self.saver.close()
         self._leave_barrier()
         if self.keeper is not None:
             self.machine.after(self.world.random.uniform(0.0, 0.01), self.keeper.hear_parent_died)
@@ -94,6 +106,8 @@ class SimMember:
     def vanish(self) -> None:
         """Its machine is gone, with keeper and command."""
         self.is_gone = True
+        if self.saver is not None:
+            self.saver.close()
         if self.keeper is not None:
             self.keeper.vanish()
 
@@ -155,13 +169,22 @@ class SimMember:
                 self._is_stopped = True
                 machine.after(random.uniform(0.0, 0.02), self.kill_tree)
             case do.HandOverLogs():
-                self._soon(ev.LogsHandedOver(incarnation=self.incarnation))
+                limit_s = HAND_OVER_AFTER_KILL_S if self.core.state.kills else HAND_OVER_LIMIT_S
+                self._hand_over(machine.clock() + limit_s)
             case do.Finish():
                 self.die()
             case do.WarmLauncher() | do.FreeResources():
                 pass
             case _:
                 raise AssertionError(effect)
+
+    def _hand_over(self, until: float) -> None:
+        """The last part of a checkpoint is worth a little time."""
+        is_done = self.saver is None or self.saver.is_done
+        if is_done or self.machine.clock() >= until:
+            self._soon(ev.LogsHandedOver(incarnation=self.incarnation))
+        else:
+            self.machine.after(0.25, self._hand_over, until)
 
     def _take_lease(self) -> None:
         if not self.is_gone:
@@ -177,7 +200,38 @@ class SimMember:
             port = 29500 if self.incarnation.rank == 0 else 0
             arrival = Arrival(address=self.core.address, master_port=port)
             event = ev.Prepared(incarnation=self.incarnation, arrival=arrival)
+            if self.order.is_clean_start and self.world.saves:
+                patience_s = PATIENCE_SHARE * self.order.plan.startup_timeout_s
+                self.machine.after(delay_s, self._restore, self.machine.clock() + patience_s, event)
+                return
         self.machine.after(delay_s, self.handle, event)
+
+    def _restore(self, until: float, prepared: ev.Prepared) -> None:
+        """Makes the state directory what the order says, and tries for a while where the store is away."""
+        reference = self.order.restore
+        store = self.world.checkpoint_store
+        if self.is_gone or self.core.state.phase is not Phase.PREPARING:
+            return
+        if reference is not None and store.is_away:
+            if self.machine.clock() < until:
+                self.machine.after(RESTORE_AGAIN_S, self._restore, until, prepared)
+            else:
+                self._cannot_restore(Reason.CHECKPOINT_STORE_FAILED, None)
+            return
+        if reference is not None:
+            entries = store.fetch(self.incarnation.run_uid, reference, self.incarnation.rank)
+            if entries is None:
+                self._cannot_restore(Reason.CHECKPOINT_CORRUPT, reference.number)
+                return
+            self._directory = StateDirectory(entries)
+        self.handle(prepared)
+
+    def _cannot_restore(self, reason: Reason, number: int | None) -> None:
+        self.handle(
+            ev.PreparationFailed(
+                incarnation=self.incarnation, reason=reason, message="not restored", damaged_checkpoint=number
+            )
+        )
 
     # ---- the barrier ------------------------------------------------------------------------------
 
@@ -233,6 +287,10 @@ class SimMember:
         else:
             is_asking = keeper is not None and keeper.lease.state.phase is LeasePhase.ASKING
             self.process = SimProcess(self, starts_frozen=is_asking)
+            if self.world.saves:
+                saving = self.world.savings[self.incarnation.run_uid]
+                self.saver = SimSaver(self, self._directory, saving)
+                self.saver.start(self.process)
             pid = 1000 + self.incarnation.rank
             self.machine.after(
                 TOLD_AFTER_S, self.handle, ev.CommandStarted(incarnation=self.incarnation, pid=pid)
@@ -277,6 +335,8 @@ class SimMember:
 
     def _tell_end(self, exit_: ProcessExit, evidence: CauseEvidence) -> None:
         self.handle(ev.CommandExited(incarnation=self.incarnation, exit=exit_))
+        if self.saver is not None:
+            self.saver.command_ended(ok=exit_.ok)
         self.handle(ev.TreeEmpty(incarnation=self.incarnation, evidence=evidence))
 
     # ---- reports ----------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ class SimProcess:
         self._meet()
         roll = self.world.roll
         faults = self.world.faults
-        length_s = 700.0 + self.world.random.expovariate(1 / 60) if roll(faults.long_run) else (
-            self.world.random.expovariate(1 / 20)
-        )  # fmt: skip
+        if roll(faults.long_run):
+            length_s = 700.0 + self.world.random.expovariate(1 / 60)
+        else:
+            length_s = self.world.random.expovariate(1 / 20) + (20.0 if self.world.saves else 0.0)
         code = 42 if roll(faults.exit_badly) else 0
         self.machine.after(length_s, self.end, ProcessExit(code=code), CauseEvidence())
 

@@ -16,19 +16,23 @@ import pytest
 
 from agents.core.lease import Lease
 from agents.core.lease_events import Confirmed, KillTree, LeaseEffect, LeaseEvent, Tell
+from coordinator.checkpoint_store import Lacking, Written
 from coordinator.core import blame, recovery
 from coordinator.core import effects as do
+from coordinator.core.checkpoints import Checkpoints, CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.events import LeaseLapsed
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind, Restarts, Settlement
 from coordinator.core.store_trust import EpochKey, StoreTrust
-from mesh.ids import Incarnation, RunUid
+from mesh.checkpoint_format import RestoreReference
+from mesh.ids import Epoch, Incarnation, Rank, RunUid
 from mesh.states import FailurePolicy, RunState
 from mesh.store import barrier, leases
 from mesh.store import messages as ms
 from mesh.store.books import Books, Output
 from mesh.store.books import Lease as StoredLease
 from mesh.store.state import StoreState
+from tests.sim.checkpoint_store import SimCheckpointStore
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.faults import Faults, Incident, mostly, shape_of
 from tests.sim.store_line import StoreLine
@@ -52,6 +56,14 @@ class Mutant:
     """Of every run; None for what the seed says."""
     patches: tuple[tuple[Any, str, Any], ...] = ()
     """Functions of modules that are replaced: module, name, what takes its place."""
+    is_about_checkpoints: bool = False
+    """In all of its worlds they are saved."""
+
+    def world(self, seed: int, parts: Parts) -> World:
+        """One of its worlds."""
+        shape = shape_of(seed)
+        shape["saves"] |= self.is_about_checkpoints
+        return World(seed, **shape, faults=self.faults, parts=parts, policy=self.policy)
 
 
 # ---- the store ----------------------------------------------------------------------------------------
@@ -227,6 +239,47 @@ def _heard_now(lease: StoredLease, now: float) -> None:
     lease.renew(now)
 
 
+# ---- checkpoints --------------------------------------------------------------------------------------
+
+
+class CommitsUnseen(SimCheckpointStore):
+    """Writes the manifest without a look at the parts."""
+
+    def publish(self, uid: RunUid, wish: CommitCheckpoint) -> Written | Lacking:
+        self.write(uid, wish)
+        return Written(uri="sim://", size_bytes=1, created_at=self.world.now)
+
+
+def _all_but_the_last_rank(checkpoints: Checkpoints) -> list[Rank]:
+    return [Rank(number) for number in range(max(1, checkpoints.world_size - 1))]
+
+
+def _keep_older_parts(checkpoints: Checkpoints, epoch: Epoch) -> RestoreReference | None:
+    """The next epoch begins, and the parts of the one before still count."""
+    parts = checkpoints._parts
+    reference = _begin_epoch(checkpoints, epoch)
+    checkpoints._parts = parts
+    return reference
+
+
+def _clean_all_but_the_newest(checkpoints: Checkpoints) -> CleanCheckpointStore:
+    return CleanCheckpointStore(numbers=(checkpoints.committed[-1].number,), parts=())
+
+
+def _oldest(checkpoints: Checkpoints) -> RestoreReference | None:
+    newest = checkpoints.newest
+    if newest is None:
+        return None
+    first = checkpoints.committed[0]
+    return RestoreReference(number=first.number, id=first.id, step=first.step, uri=first.uri)
+
+
+_begin_epoch = Checkpoints.begin_epoch
+
+
+# ---- budgets and blame --------------------------------------------------------------------------------
+
+
 def _charge_nothing(restarts: Restarts, kind: Any) -> Restarts:
     return replace(restarts, total=restarts.total + 1)
 
@@ -383,6 +436,38 @@ MUTANTS = (
             start_failure=0.0,
         ),
     ),
+    Mutant(
+        name="checkpoint without a rank's part",
+        caught_by="^10: a checkpoint lacks a rank",
+        patches=((Checkpoints, "_ranks", _all_but_the_last_rank),),
+        is_about_checkpoints=True,
+    ),
+    Mutant(
+        name="checkpoint committed unseen",
+        caught_by="^10: a checkpoint is committed that was not whole",
+        parts=Parts(checkpoint_store=CommitsUnseen),
+        is_about_checkpoints=True,
+    ),
+    Mutant(
+        name="checkpoint of an older epoch's parts",
+        caught_by="^10: a part of rank . is not of epoch",
+        patches=((Checkpoints, "begin_epoch", _keep_older_parts),),
+        faults=mostly({Incident.AGENT_DIED: 1}),
+        is_about_checkpoints=True,
+    ),
+    Mutant(
+        name="retained checkpoint cleaned away",
+        caught_by="^10: a checkpoint that is retained was removed",
+        patches=((Checkpoints, "_cleaning", _clean_all_but_the_newest),),
+        is_about_checkpoints=True,
+    ),
+    Mutant(
+        name="epoch from an old checkpoint",
+        caught_by="^10: (epoch|rank) . begins from",
+        patches=((Checkpoints, "reference", _oldest),),
+        faults=mostly({Incident.AGENT_DIED: 1}),
+        is_about_checkpoints=True,
+    ),
     Mutant(name="blame without waiting", caught_by="^blame: ", patches=((blame, "judge", _first_heard),)),
     Mutant(
         name="rank admitted without proof",
@@ -406,9 +491,7 @@ def seeds_needed(mutant: Mutant, patch: Callable[[Any, str, Any], None]) -> int:
         patch(target, name, broken)
     for seed in range(SEEDS_MAX):
         try:
-            World(
-                seed, **shape_of(seed), faults=mutant.faults, parts=mutant.parts, policy=mutant.policy
-            ).run()
+            mutant.world(seed, mutant.parts).run()
         except Violation as violation:
             assert re.search(mutant.caught_by, str(violation)), (
                 f"caught, but by another invariant: {violation}"
@@ -426,7 +509,7 @@ def test_a_broken_fence_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatc
 def test_the_same_faults_break_nothing_that_is_whole(mutant: Mutant) -> None:
     for seed in range(30):
         if mutant.name != "clocks drift beyond the guard":
-            World(seed, **shape_of(seed), faults=mutant.faults, policy=mutant.policy).run()
+            mutant.world(seed, Parts()).run()
 
 
 def main() -> None:

@@ -15,9 +15,10 @@ from mesh.messages import CauseEvidence, ProcessExit
 from mesh.states import FailurePolicy, RunState
 from tests.sim.faults import NO_FAULTS, Faults, Incident, only, shape_of
 from tests.sim.incidents import STATES
+from tests.sim.saver import Saving, Style
 from tests.sim.world import World
 
-PIECES, PIECE = 20, 500
+PIECES, PIECE = 10, 1_000
 """So many lives, in pieces that workers can share."""
 
 
@@ -36,14 +37,16 @@ def test_seeds_that_once_failed_pass() -> None:
 def test_every_seed_keeps_every_invariant(piece: int) -> None:
     ends: Counter[RunState] = Counter()
     seen: Counter[tuple[Incident, RunState]] = Counter()
-    crashes = 0
+    crashes = restored = 0
     for seed in range(piece * PIECE, (piece + 1) * PIECE):
         world = World(seed, **shape_of(seed)).run()
         ends.update(world.final_states().values())
         seen.update(world.incidents.seen)
         crashes += world.coordinator.crashes
+        restored += world.truth.checkpoints.restored
     assert set(ends) == {RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED}
     assert crashes > PIECE / 20, "the faults that were to be survived did not happen"
+    assert restored, "no rank ever began from a checkpoint"
     assert {kind for kind, _ in seen} == set(Incident), "something never went wrong"
     assert {state for _, state in seen} >= set(STATES), "in some state nothing ever went wrong"
 
@@ -133,6 +136,24 @@ def test_a_crash_at_each_journal_write_changes_no_end(life: str, becomes_durable
     for number in range(1, writes + 1):
         world = live(life, replace(NO_FAULTS, crash_writes={number: becomes_durable}))
         assert world.coordinator.crashes == 1
+        assert set(world.final_states().values()) == {RunState.SUCCEEDED}, f"a crash at write {number}"
+
+
+@pytest.mark.parametrize("becomes_durable", [True, False], ids=["after the write", "before the write"])
+def test_a_crash_at_each_journal_write_loses_no_committed_checkpoint(becomes_durable: bool) -> None:
+    """Between a manifest and its line in the journal too."""
+
+    def saving(faults: Faults) -> World:
+        world = World(8, nodes=2, machines=5, saves=True, faults=faults, max_restarts=3)
+        world.savings = dict.fromkeys(world.savings, Saving(Style.HELPER, 4.0))
+        world.after(18.0, world.incidents.happen, Incident.MACHINE_LOST)
+        return world.run()
+
+    undisturbed = saving(NO_FAULTS)
+    assert undisturbed.truth.checkpoints.commits > 1
+    assert undisturbed.truth.checkpoints.restored == 2
+    for number in range(1, undisturbed.coordinator.writes + 1):
+        world = saving(replace(NO_FAULTS, crash_writes={number: becomes_durable}))
         assert set(world.final_states().values()) == {RunState.SUCCEEDED}, f"a crash at write {number}"
 
 

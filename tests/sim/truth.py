@@ -13,6 +13,7 @@ from coordinator.core.recovery import FRUITLESS_MAX, HEALTHY_S
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunUid
 from mesh.states import RunState
 from mesh.store import messages as ms
+from tests.sim.checkpoint_truth import CheckpointTruth
 
 if TYPE_CHECKING:
     from tests.sim.keeper import SimKeeper
@@ -38,6 +39,7 @@ class Truth:
         """How often a process of an older epoch went on after its machine had stood still."""
         self.again = 0
         """How often a rank started again alone."""
+        self.checkpoints = CheckpointTruth(world)
         self._started: set[Incarnation] = set()
         self._heard: dict[RunUid, Epoch] = {}
         self._cancelled: set[RunUid] = set()
@@ -70,6 +72,7 @@ class Truth:
             raise Violation("1: a rank starts again beside a process of its life before")
         self.again += bool(admitted)
         self.alive.setdefault(me.run_uid, {})[me] = process
+        self.checkpoints.process_started(process)
         self.check_acting()
         if self.world.keeps_log:
             self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} lives on {process.machine.name}")
@@ -115,12 +118,15 @@ class Truth:
         uid = after.uid
         if before.state.is_terminal and after.state is not before.state:
             raise Violation("4: a terminal state changed in the journal")
+        self.checkpoints.committed(before, after)
         self._note_settled(before, after)
         self._note_seats(before, after)
         if after.epoch != before.epoch:
             self._check_new_epoch(before, after)
         if _is_restart(before, after):
             self._fruitless[uid] = self._fruitless.get(uid, 0) + 1
+            if self.checkpoints.has_progressed(uid):
+                self._fruitless[uid] = 1
             if self._fruitless[uid] > FRUITLESS_MAX:
                 raise Violation("7: more restarts in a row than any budget allows")
         if after.state is not before.state:

@@ -3,7 +3,8 @@
 Nothing here waits and nothing is random but through the seed, so a life of many minutes takes a few milliseconds and
 every failure can be repeated by its seed. What the shells do is modelled as plainly as can be, in the rooms beside
 this one: `coordinator` (journal and drivers), `store_line`, `store`, `fleet`, `machine`, `member`, `keeper`,
-`process`, `network`. `incidents` is what goes wrong, `truth` what must hold whatever does.
+`process`, `network`, and for checkpoints `saver` and `checkpoint_store`. `incidents` is what goes wrong, `truth` and
+`checkpoint_truth` what must hold whatever does.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from mesh.ids import RunName, RunUid
 from mesh.plan import RunPlan
 from mesh.states import FailurePolicy, RunState
 from mesh.store.state import StoreState
+from tests.sim.checkpoint_store import SimCheckpointStore
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.faults import Faults, Incident
 from tests.sim.fleet import SimFleet
 from tests.sim.incidents import AFTERMATH_S, Incidents, cancel_event
 from tests.sim.machine import Machine
 from tests.sim.network import Network
+from tests.sim.saver import Saving, Style
 from tests.sim.store import SimStore
 from tests.sim.store_line import StoreLine
 from tests.sim.truth import Truth, Violation
@@ -47,6 +50,7 @@ class Parts:
 
     gang_core: type[GangCore] = GangCore
     lease: type[Lease] = Lease
+    checkpoint_store: type[SimCheckpointStore] = SimCheckpointStore
     member: type[Member] = Member
     trust: type[StoreTrust] = StoreTrust
     store_state: type[StoreState] = StoreState
@@ -67,6 +71,7 @@ class World:
         gangs: how many runs are submitted; they compete for the machines.
         nodes: machines that each run wants.
         machines: machines that there are at first.
+        saves: the commands save checkpoints, and there is a store for them.
         faults: None for the default mix.
         parts: what the world is made of; broken ones for mutants.
         max_restarts: of every run's plan; None for what the seed says.
@@ -80,6 +85,7 @@ class World:
         gangs: int = 1,
         nodes: int = 2,
         machines: int = 3,
+        saves: bool = False,
         faults: Faults | None = None,
         parts: Parts | None = None,
         max_restarts: int | None = None,
@@ -106,6 +112,10 @@ class World:
         self.truth = Truth(self)
         self.incidents = Incidents(self)
         self.network = Network(self)
+        self.saves = saves
+        self.savings: dict[RunUid, Saving] = {}
+        self._stamps = 0
+        self.checkpoint_store = self.parts.checkpoint_store(self)
         self.fleet = self.parts.fleet(self)
         drift = self.faults.clock_drift
         self.store = self.parts.store(self, rate=1.0 + self.random.uniform(-drift, drift))
@@ -141,6 +151,9 @@ class World:
             grace_period_s=10.0,
         )
         gang = Gang(uid=RunUid(f"{index:016x}"), plan=plan, created_at=self.now)
+        if self.saves:
+            saving = Saving(self.random.choice(list(Style)), self.random.choice([4.0, 8.0, 15.0]))
+            self.savings[gang.uid] = saving
         self.coordinator.journal[gang.uid] = gang.snapshot()
         self.after(self.random.uniform(0, 1), self._accept, gang)
 
@@ -169,6 +182,11 @@ class World:
     def soon(self, act: Callable[..., object], *arguments: Any) -> None:
         """Schedules an act after what a message takes: reordering comes of it."""
         self.after(self.random.expovariate(100.0), act, *arguments)
+
+    def stamp(self) -> int:
+        """Another one each time."""
+        self._stamps += 1
+        return self._stamps
 
     def roll(self, probability: float) -> bool:
         """Whether something goes wrong now; nothing does once the world has healed."""

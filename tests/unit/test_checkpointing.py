@@ -461,6 +461,63 @@ def test_after_the_end_the_last_part_holds_for_ever() -> None:
     assert bench.answers[-1].holds
 
 
+def test_after_a_failure_a_part_that_the_directory_has_left_behind_holds_no_more() -> None:
+    """seeds.txt: else it would be committed with parts of the other ranks that are newer."""
+    bench = Bench()
+    bench.wait(3.0)
+    bench.store("empty")
+    bench.see(file("model.pt"))
+    bench.end(ok=False)
+    assert bench.is_finished
+    bench.perform(bench.core.handle(Questioned(question=1, digest="empty"), bench.now))
+    assert bench.answers == [AnswerQuestion(question=1, digest="empty", holds=False)]
+
+
+def test_a_question_that_waits_at_a_bad_end_is_answered_by_what_is_there() -> None:
+    core = Checkpointing()
+    core.begin(0.0)
+    core.handle(StateSeen(look=Look(entries=())), 0.0)
+    core.handle(TimePassed(), 3.0)
+    core.handle(StateSeen(look=Look(entries=())), 3.0)
+    core.handle(WritersSeen(), 3.0)
+    core.handle(PartStored(number=1, digest="empty"), 3.0)
+    core.handle(CommandEnded(ok=False), 3.0)  # it looks
+    assert core.handle(Questioned(question=1, digest="empty"), 3.0) == []
+    core.handle(StateSeen(look=Look(entries=())), 3.1)  # may have begun before the question came
+    effects = core.handle(StateSeen(look=Look(entries=(file("model.pt"),))), 3.2)
+    assert AnswerQuestion(question=1, digest="empty", holds=False) in effects
+
+
+def test_a_question_about_a_part_that_is_not_the_newest_any_more_is_answered_with_no() -> None:
+    core = Checkpointing()
+    core.begin(0.0)
+    core.handle(StateSeen(look=Look(entries=())), 0.0)
+    core.handle(TimePassed(), 3.0)
+    core.handle(StateSeen(look=Look(entries=())), 3.0)
+    core.handle(WritersSeen(), 3.0)
+    core.handle(PartStored(number=1, digest="empty"), 3.0)
+    changed = StateSeen(look=Look(entries=(file("model.pt"),)))
+    core.handle(TimePassed(), 4.0)
+    core.handle(changed, 4.0)
+    core.handle(TimePassed(), 7.0)
+    core.handle(changed, 7.0)
+    core.handle(WritersSeen(), 7.0)  # the second part is taken
+    assert [type(effect) for effect in core.handle(Questioned(question=1, digest="empty"), 7.1)] == [
+        LookAtState
+    ]
+    core.handle(PartStored(number=2, digest="full"), 7.2)
+    assert core.handle(changed, 7.3) == [AnswerQuestion(question=1, digest="empty", holds=False)]
+
+
+def test_a_look_that_was_under_way_when_the_command_ended_is_not_the_last_one() -> None:
+    core = Checkpointing()
+    core.begin(0.0)
+    assert core.handle(CommandEnded(ok=True), 0.1) == []
+    assert core.handle(StateSeen(look=Look(entries=())), 0.2) == [LookAtState(sure=())]
+    effects = core.handle(StateSeen(look=Look(entries=(file("model.pt"),))), 0.3)
+    assert [type(effect) for effect in effects] == [TakePart]
+
+
 @pytest.mark.parametrize(
     ("names", "step"),
     [
