@@ -38,7 +38,7 @@ class CheckpointTruth:
         """Parts with a file that was being written."""
         self._contents: dict[tuple[RunUid, str], tuple[Entry, ...]] = {}
         self._spans: dict[tuple[RunUid, Epoch, Rank, str], Span] = {}
-        self._current: dict[Incarnation, str] = {}
+        self._current: dict[tuple[RunUid, Epoch, Rank], str] = {}
         self._begins_from: dict[tuple[RunUid, Epoch], int | None] = {}
         self._has_run: dict[RunUid, Epoch] = {}
         self._progressed: set[RunUid] = set()
@@ -49,9 +49,12 @@ class CheckpointTruth:
         """From now on."""
         now = self.world.now
         key = (me.run_uid, me.epoch, me.rank)
-        if (before := self._current.get(me)) is not None:
+        before = self._current.get(key)
+        if before == digest:
+            return
+        if before is not None:
             self._spans[(*key, before)][1] = now
-        self._current[me] = digest
+        self._current[key] = digest
         self._spans[(*key, digest)] = [now, FOREVER]
 
     def part_stored(
@@ -62,8 +65,10 @@ class CheckpointTruth:
         if has_half:
             self._half.add((me.run_uid, digest))
 
-    def process_started(self, process: SimProcess) -> None:
-        """What its directory was made before."""
+    def process_started(self, process: SimProcess, *, is_again: bool) -> None:
+        """What its directory was made before. A rank that starts again alone finds its own."""
+        if is_again:
+            return
         me, order = process.incarnation, process.member.order
         begun_from = None if order.restore is None else order.restore.number
         if (me.run_uid, me.epoch) in self._begins_from:

@@ -250,7 +250,9 @@ class Incidents:
         if kind is Incident.AGENT_DIED:
             machine.run(member.die, ())
         elif kind is Incident.KEEPER_DIED:
-            if member.keeper is not None and not member.is_hung:  # both at once: nobody is left who could kill
+            if (
+                member.keeper is not None and not member.is_hung
+            ):  # both at once: nobody is left who could kill
                 machine.run(member.keeper.die, ())
         elif member.process is not None:
             machine.run(member.process.end, (ProcessExit(code=42), CauseEvidence()))

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from math import log
 from typing import TYPE_CHECKING, Any
 
-from mesh.ids import MachineName
+from mesh.ids import MachineName, Rank, RunUid
 
 if TYPE_CHECKING:
     from tests.sim.member import SimMember
     from tests.sim.process import SimProcess
+    from tests.sim.saver import StateDirectory
     from tests.sim.world import World
 
 STIRRING_S = 0.05
@@ -44,6 +45,7 @@ class Machine:
         self.members: list[SimMember] = []
         self.processes: list[SimProcess] = []
         """Alive, of whatever incarnation."""
+        self.state_dirs: dict[tuple[RunUid, Rank], StateDirectory] = {}
         self.cut_until = {"store out": 0.0, "store in": 0.0, "head out": 0.0, "head in": 0.0}
         """When each direction of each path is open again."""
         self.slow_until = 0.0

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from agents.core import effects as do
 from agents.core import events as ev
+from agents.core.checkpoint_events import Entry
 from agents.core.events import Arrival
 from agents.core.lease import LeasePhase
 from agents.core.member_state import Phase
 from agents.member_checkpoints import HAND_OVER_AFTER_KILL_S, HAND_OVER_LIMIT_S, PATIENCE_SHARE
-from mesh.ids import Incarnation
+from mesh.ids import Incarnation, Rank, RunUid
 from mesh.messages import CauseEvidence, CheckpointOrder, JoinOrder, ProcessExit
 from mesh.reasons import Reason
 from mesh.store import messages as ms
@@ -41,7 +42,6 @@ class SimMember:
         self.keeper: SimKeeper | None = None
         self.process: SimProcess | None = None
         self.saver: SimSaver | None = None
-        self._directory = StateDirectory()
         self.is_gone = False
         self.is_hung = False
         """Its process stands still; its keeper, its launcher and its command do not."""
@@ -218,13 +218,19 @@ class SimMember:
             else:
                 self._cannot_restore(Reason.CHECKPOINT_STORE_FAILED, None)
             return
+        entries: tuple[Entry, ...] = ()
         if reference is not None:
-            entries = store.fetch(self.incarnation.run_uid, reference, self.incarnation.rank)
-            if entries is None:
+            found = store.fetch(self.incarnation.run_uid, reference, self.incarnation.rank)
+            if found is None:
                 self._cannot_restore(Reason.CHECKPOINT_CORRUPT, reference.number)
                 return
-            self._directory = StateDirectory(entries)
+            entries = found
+        self.machine.state_dirs[self._place] = StateDirectory(entries)
         self.handle(prepared)
+
+    @property
+    def _place(self) -> tuple[RunUid, Rank]:
+        return self.incarnation.run_uid, self.incarnation.rank
 
     def _cannot_restore(self, reason: Reason, number: int | None) -> None:
         self.handle(
@@ -289,7 +295,8 @@ class SimMember:
             self.process = SimProcess(self, starts_frozen=is_asking)
             if self.world.saves:
                 saving = self.world.savings[self.incarnation.run_uid]
-                self.saver = SimSaver(self, self._directory, saving)
+                directory = self.machine.state_dirs.setdefault(self._place, StateDirectory())
+                self.saver = SimSaver(self, directory, saving)
                 self.saver.start(self.process)
             pid = 1000 + self.incarnation.rank
             self.machine.after(

@@ -54,11 +54,12 @@ class Saving:
 
 
 class StateDirectory:
-    """A rank's, on its machine. `half` is the file that is being written."""
+    """A rank's, on its machine: who comes after a life finds what it has left, unless it is restored."""
 
     def __init__(self, entries: tuple[ce.Entry, ...] = ()) -> None:
         self.files = {entry.path: entry for entry in entries}
-        self.half: str | None = None
+        self.half: set[str] = set()
+        """Files that were begun, and never finished yet."""
         self.is_saving = False
 
     @property
@@ -83,6 +84,8 @@ class SimSaver:
         self.is_closed = False
         self.core = Checkpointing()
         self._saves = 0
+        self._open: str | None = None
+        """The file that the command writes now."""
         self._is_writing = member.incarnation.rank == 0 or saving.style is not Style.FIRST
         self._base = max(directory.marked_steps, default=_named_step(directory))
         self._reports: list[MemberReport] = []
@@ -129,7 +132,8 @@ class SimSaver:
             self.directory.is_saving = True
         else:
             self._write(self._path(), 1)
-            self.directory.half = self._path()
+            self._open = self._path()
+            self.directory.half.add(self._open)
         self.machine.after(
             self.world.random.uniform(0.0, self.world.random.choice(SAVES_TAKE_S)), self._end_save, process
         )
@@ -144,11 +148,13 @@ class SimSaver:
         self.machine.after(self._until_save_s(), self._begin_save, process)
 
     def _finish_save(self) -> None:
-        self.directory.half = None
+        self._open = None
+        self.directory.half.discard(self._path())
         self.directory.is_saving = False
         self._write(self._path(), 2)
         for path in sorted(self.directory.files)[:-KEPT_SAVES]:
             del self.directory.files[path]
+            self.directory.half.discard(path)
         self._note_change()
 
     def _path(self) -> str:
@@ -174,7 +180,7 @@ class SimSaver:
 
     def command_ended(self, *, ok: bool) -> None:
         """Nothing of it runs any more. Who ends well has written what it began."""
-        if ok and (self.directory.half is not None or self.directory.is_saving):
+        if ok and (self._open is not None or self.directory.is_saving):
             self._finish_save()
         self.directory.is_saving = False
         self._handle(ce.CommandEnded(ok=ok))
@@ -224,9 +230,7 @@ class SimSaver:
             case ce.LookAtState():
                 after(LOOK_COST_S, self._look)
             case ce.LookForWriters():
-                half = self.directory.half
-                is_open = half is not None and self._process_is_alive()
-                after(0.01, self._handle, ce.WritersSeen(paths=(half,) if is_open and half else ()))
+                after(0.01, self._handle, ce.WritersSeen(paths=self._open_now()))
             case ce.TakePart():
                 after(self.world.random.uniform(0.01, 0.3), self._read, effect)
             case ce.AnswerQuestion():
@@ -245,6 +249,9 @@ class SimSaver:
         process = self.member.process
         return process is not None and process.is_alive
 
+    def _open_now(self) -> tuple[str, ...]:
+        return (self._open,) if self._open is not None and self._process_is_alive() else ()
+
     def _look(self) -> None:
         directory = self.directory
         key = (1000, 1)
@@ -254,7 +261,7 @@ class SimSaver:
             entries=entries,
             steps=directory.marked_steps,
             is_saving=directory.is_saving,
-            writers=((directory.half, key),) if is_alive and directory.half is not None else (),
+            writers=tuple((path, key) for path in self._open_now()),
             processes=frozenset({key} if is_alive else ()),
             cost_s=LOOK_COST_S,
         )
@@ -273,7 +280,7 @@ class SimSaver:
         if changed:
             self._handle(ce.PartTorn(number=part.number, path=changed[0]))
             return
-        has_half = self.directory.half in seen
+        has_half = not self.directory.half.isdisjoint(seen)
         self._after(self._upload_s(), self._upload, part, has_half)
 
     def _upload_s(self) -> float:

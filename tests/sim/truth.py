@@ -72,7 +72,7 @@ class Truth:
             raise Violation("1: a rank starts again beside a process of its life before")
         self.again += bool(admitted)
         self.alive.setdefault(me.run_uid, {})[me] = process
-        self.checkpoints.process_started(process)
+        self.checkpoints.process_started(process, is_again=bool(admitted))
         self.check_acting()
         if self.world.keeps_log:
             self.world.note(me.run_uid[-1:], f"rank {me.rank}/{me.epoch} lives on {process.machine.name}")
