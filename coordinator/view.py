@@ -53,7 +53,7 @@ def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
             "barrier": {"arrived": gang.arrived_count(), "of": plan.nodes},
             "startedAt": gang.started_at,
             "endedAt": gang.ended_at,
-            "ranks": [_rank_status(gang.members[rank]) for rank in sorted(gang.members)],
+            "ranks": [_rank_status(gang, gang.members[rank]) for rank in sorted(gang.members)],
             "conditions": _conditions(gang, now),
             "cause": None if cause is None else cause_resource(cause),
             "restarts": story.restart_counts(gang),
@@ -157,7 +157,8 @@ def _why_it_ended(
     return member.reason or Reason.EPOCH_ENDED, member.message
 
 
-def _rank_status(member: MemberRecord) -> RankStatus:
+def _rank_status(gang: Gang, member: MemberRecord) -> RankStatus:
+    before = [m for m in gang.attempts if m.rank == member.rank and m.incarnation.epoch == gang.epoch]
     return {
         "rank": member.rank,
         "machine": member.machine,
@@ -165,7 +166,9 @@ def _rank_status(member: MemberRecord) -> RankStatus:
         "state": _member_state(member),
         "exit": process_end(member.exit or member.fenced_exit),
         "lastOutputAt": None,
+        "startedAt": member.started_at,
         "finishedAt": member.ended_at,
+        "lives": 1 + sum(m.started_at is not None for m in before),
     }
 
 

@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. Everything is told from what the API says of the run; times are differences of the deployment's own clock.
-2. A run has resumed when all its ranks run in a later epoch than the one that was harmed.
+2. A run has resumed when all its ranks run in a later epoch than the one that was harmed, or when the harmed rank
+   runs again in that one, alone.
 3. A fault for a time, shorter than a lease, disturbs nobody: that is a verdict too.
 """
 
@@ -35,15 +36,29 @@ class Outcome(StrEnum):
         return self in (Outcome.RESUMED, Outcome.UNDISTURBED)
 
 
-def outcome_of(run: Mapping[str, Any], harm: Mapping[str, Any]) -> Outcome | None:
-    """None as long as it is open."""
+def outcome_of(before: Mapping[str, Any], run: Mapping[str, Any], harm: Mapping[str, Any]) -> Outcome | None:
+    """None as long as it is open. `before`: the run when it was harmed."""
     status = run["status"]
     state = RunState(status["state"])
-    if state is RunState.RUNNING and status["epoch"] > harm["epoch"]:
+    if state is RunState.RUNNING and (status["epoch"] > harm["epoch"] or _began_again(before, run, harm)):
         return Outcome.RESUMED
     if state.is_terminal:
         return Outcome.ENDED
     return Outcome.SUSPENDED if state is RunState.SUSPENDED else None
+
+
+def _began_again(before: Mapping[str, Any], run: Mapping[str, Any], harm: Mapping[str, Any]) -> bool:
+    """The harmed rank runs in its next life of the same epoch, or has run in it."""
+    if run["status"]["epoch"] != harm["epoch"]:
+        return False
+    was, now = _rank(before, harm), _rank(run, harm)
+    return (
+        was is not None and now is not None and now["lives"] > was["lives"] and now["startedAt"] is not None
+    )
+
+
+def _rank(run: Mapping[str, Any], harm: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((rank for rank in run["status"]["ranks"] if rank["rank"] == harm["rank"]), None)
 
 
 def undisturbed_after_s(harm: Mapping[str, Any]) -> float | None:
@@ -72,6 +87,7 @@ def verdict(
     epochs = {epoch["epoch"]: epoch for epoch in status["epochs"]}
     harmed, last = epochs.get(harm["epoch"]), epochs.get(status["epoch"])
     has_restarted = last is not None and status["epoch"] > harm["epoch"]
+    is_alone = _began_again(before, run, harm)
     cause = None if harmed is None else harmed["cause"]
     places = {rank["rank"]: rank["machine"] for rank in before["status"]["ranks"]}
     now = {rank["rank"]: rank["machine"] for rank in status["ranks"]}
@@ -83,19 +99,28 @@ def verdict(
         "state": status["state"],
         "message": status["message"],
         "epoch": status["epoch"],
+        "alone": is_alone,
         "cause": cause,
         "ofTheHarm": None if cause is None else cause["rank"] == harm["rank"],
-        "chargedTo": None if harmed is None else harmed["chargedTo"],
+        "chargedTo": "Failure" if is_alone else None if harmed is None else harmed["chargedTo"],
         "restarts": status["restarts"],
         "resumedFrom": {
             "checkpoint": last["restored"] if last is not None and has_restarted else None,
             "step": last["restoredStep"] if last is not None and has_restarted else None,
         },
         "lostSeconds": None if harmed is None else harmed["lostSeconds"],
-        "seconds": _seconds(harmed, last if has_restarted else None, harm, first_line_at),
+        "seconds": _seconds(harmed, last if has_restarted else None, harm, first_line_at)
+        | ({"total": _alone_s(run, harm)} if is_alone else {}),
         "replaced": [{"rank": r, "from": places[r], "to": now[r]} for r in moved] if has_restarted else [],
-        "kept": sorted(r for r in places if places[r] == now.get(r)) if has_restarted else [],
+        "kept": sorted(r for r in places if places[r] == now.get(r)) if has_restarted or is_alone else [],
     }
+
+
+def _alone_s(run: Mapping[str, Any], harm: Mapping[str, Any]) -> float:
+    """From the harm until the rank ran again."""
+    rank = _rank(run, harm)
+    assert rank is not None, "it began again"
+    return round(max(0.0, float(rank["startedAt"]) - float(harm["at"])), 3)
 
 
 def _seconds(

@@ -31,7 +31,10 @@ class RankStatus(TypedDict):
     """Of the member: Ordered, Preparing, AtBarrier, Running, Exited, Fenced or Lost."""
     exit: ProcessEnd | None
     lastOutputAt: float | None
+    startedAt: float | None
     finishedAt: float | None
+    lives: int
+    """How often the rank was begun in this epoch: 1, and one more for each time that it started again alone."""
 
 
 class BarrierStatus(TypedDict):

@@ -34,6 +34,7 @@ TOLD_KINDS = frozenset(
         *("Waiting", "Assembling", "AssemblyFailed", "Refused", "Replaced"),
         *("MemberLost", "SelfFenced", "RankFailed", "FenceFailed", "Reclaimed", "Rehearsed"),
         *("Restarting", "Healthy", "SuspendRequested", "Resumed"),
+        *("RankRestarting", "RankRestarted", "RankNotRestarted"),
     }
 )
 """Events whose own words are said; the others are for `mesh describe`."""

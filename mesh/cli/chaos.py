@@ -180,9 +180,9 @@ async def _chaos(name: str, plan: _Plan, output: OutputFormat, state: Any, url: 
             ) from None
         harm = await client.chaos(name, plan.kind, plan.rank, seconds=plan.seconds, one_way=plan.one_way)
         spinner.say(f"{name}: {harm['message']}")
-        outcome, run = await _watch(client, harm, terminal, spinner, deadline)
+        outcome, run = await _watch(client, before, harm, terminal, spinner, deadline)
         first_line_at = None
-        if outcome is Outcome.RESUMED:
+        if outcome is Outcome.RESUMED and run["status"]["epoch"] > harm["epoch"]:
             spinner.say(f"Waiting for the first line of epoch {run['status']['epoch']}")
             first_line_at = await _first_line(client, name, run["status"]["epoch"])
             run = await client.get_run(name)
@@ -225,7 +225,12 @@ async def _moment(client: MeshClient, name: str, plan: _Plan, spinner: Spinner) 
 
 
 async def _watch(
-    client: MeshClient, harm: Mapping[str, Any], terminal: Terminal, spinner: Spinner, deadline: float
+    client: MeshClient,
+    before: Mapping[str, Any],
+    harm: Mapping[str, Any],
+    terminal: Terminal,
+    spinner: Spinner,
+    deadline: float,
 ) -> tuple[Outcome, Mapping[str, Any]]:
     """What it came to, told as it happens; and the run then."""
     from contextlib import aclosing
@@ -258,7 +263,7 @@ async def _watch(
                 for sentence in teller.tell(run, [e for e in events if e["at"] >= harm["at"]]):
                     terminal.note(f"{name}: {sentence}")
                     spinner.say(f"{name}: {sentence}")
-                outcome = outcome_of(run, harm)
+                outcome = outcome_of(before, run, harm)
                 if outcome is not None:
                     return outcome, run
                 upcoming = asyncio.ensure_future(anext(states))
@@ -299,6 +304,8 @@ def verdict_lines(told: Mapping[str, Any]) -> list[str]:
         if not told["ofTheHarm"]:
             lines.append(row("", "another rank than the one that was harmed"))
     for title, key, meaning in _TIMES:
+        if told["alone"]:
+            meaning = "from the harm until its command ran again"
         if seconds[key] is not None and (key != "pause" or seconds[key] >= 0.1):
             lines.append(row(title, f"{span(seconds[key]):<6} {meaning}"))
     lines += [row(f"rank {r['rank']}", f"{r['from']} -> {r['to']}") for r in told["replaced"]]
@@ -314,6 +321,11 @@ def _headline(told: Mapping[str, Any]) -> str:
 
     name, origin = told["run"], told["resumedFrom"]
     match Outcome(told["outcome"]):
+        case Outcome.RESUMED if told["alone"]:
+            rank = told["harm"]["rank"]
+            return printable(
+                f"{name}: rank {rank} started again alone in epoch {told['epoch']}; the others went on."
+            )
         case Outcome.RESUMED:
             where = "with no checkpoint to restore"
             if origin["checkpoint"] is not None:

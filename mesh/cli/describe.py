@@ -123,7 +123,7 @@ def _ranks(run: Mapping[str, Any]) -> list[str]:
         rows.append(
             [
                 f"  {rank['rank']}",
-                printable(rank["state"]),
+                printable(_rank_state(rank)),
                 printable(rank["machine"] or "-"),
                 printable(rank["address"] or "-"),
                 end_of(rank["exit"]),
@@ -132,6 +132,11 @@ def _ranks(run: Mapping[str, Any]) -> list[str]:
             ]
         )
     return ["Ranks:", *lay_out(rows, PIPE_COLUMNS, [])]
+
+
+def _rank_state(rank: Mapping[str, Any]) -> str:
+    """With how often it was begun in this epoch, where that was not once."""
+    return str(rank["state"]) + (f", life {rank['lives']}" if rank["lives"] > 1 else "")
 
 
 def _ago(length: str) -> str:

@@ -119,8 +119,8 @@ def run(
         _Text,
         typer.Option(
             "--on-process-failure",
-            metavar="fail|restart",
-            help="What a non-zero exit leads to: the run fails (default), or its gang starts again.",
+            metavar="fail|restart|restart-rank",
+            help="What a non-zero exit leads to: the run fails (default), its gang starts again, or that rank alone.",
         ),
     ] = None,
     max_cost: Annotated[_Text, typer.Option("--max-cost", metavar="USD", help="The run's budget.")] = None,

@@ -9,8 +9,8 @@ A field is refused with `NotAvailableYet` exactly where ignoring it would change
 | image                        | refused: the command would run in another environment than the one asked for          |
 | maxCost                      | accepted where machines cost nothing: nothing can pass it. Refused elsewhere: it      |
 |                              | would not be enforced                                                                 |
-| recovery.onProcessFailure    | Fail and RestartGang are in force. RestartRank is refused: its gang would be          |
-|                              | restarted as a whole                                                                  |
+| recovery.onProcessFailure    | in force. RestartRank with a warning where no rank can start again alone: it then     |
+|                              | means RestartGang                                                                     |
 | distributed.network          | Colocated, Regional and Global all hold where every machine is in one place, so they  |
 |                              | are accepted there. A deployment over several places refuses what it cannot bound     |
 |                              | (Colocated, Regional). Global always shows the condition WANBound                     |
@@ -100,7 +100,8 @@ def admit(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
         JobWarning(type="CommandOverridesContract", message=f"{finding.message} {finding.remedy}")
         for finding in findings
     ]
-    return warnings + _env_warnings(plan) + _path_warnings(job, facts) + _capacity_warnings(plan, facts)
+    warnings += _env_warnings(plan) + _recovery_warnings(plan)
+    return warnings + _path_warnings(job, facts) + _capacity_warnings(plan, facts)
 
 
 def _unavailable(job: Job, facts: DeploymentFacts) -> list[Problem]:
@@ -117,12 +118,6 @@ def _unavailable(job: Job, facts: DeploymentFacts) -> list[Problem]:
         refuse(("image",), spec.image, "commands run in the machine's own environment, not in a container")
     if spec.max_cost is not None and not facts.machines_cost_nothing:
         refuse(("maxCost",), spec.max_cost, "the cost of a run is not limited on this deployment")
-    if spec.recovery.on_process_failure is FailurePolicy.RESTART_RANK:
-        refuse(
-            ("recovery", "onProcessFailure"),
-            spec.recovery.on_process_failure,
-            "a command that exits non-zero fails the run (Fail) or restarts the whole gang (RestartGang)",
-        )
     if not facts.single_site and spec.distributed.network is not NetworkScope.GLOBAL:
         refuse(
             ("distributed", "network"),
@@ -142,6 +137,24 @@ def _env_warnings(plan: RunPlan) -> list[JobWarning]:
         JobWarning(
             type="EnvOverridden",
             message=f"{', '.join(overridden)} in env: every rank of a Plain run is given its own value.",
+        )
+    ]
+
+
+def _recovery_warnings(plan: RunPlan) -> list[JobWarning]:
+    if plan.on_process_failure is not FailurePolicy.RESTART_RANK:
+        return []
+    why = ""
+    if plan.launcher is not LauncherKind.PLAIN:
+        why = f"the ranks of a {plan.launcher} run share a store"
+    elif plan.nodes == 1:
+        why = "rank 0 is the only one"
+    if not why:
+        return []
+    return [
+        JobWarning(
+            type="RestartsWholeGang",
+            message=f"onProcessFailure RestartRank starts every rank again here, as RestartGang does: {why}.",
         )
     ]
 

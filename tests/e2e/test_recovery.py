@@ -101,6 +101,28 @@ def test_a_killed_command_starts_the_gang_again_when_the_run_wants_it(mesh: Real
     assert client.wait() == 0, client.stderr
 
 
+def test_a_killed_command_starts_again_alone_when_the_run_wants_that(mesh: RealMesh) -> None:
+    name = mesh.new_name()
+    client, gate = started(mesh, name, "--on-process-failure", "restart-rank")
+    rank_0 = mesh.command(name, 0)
+    told = chaos(mesh, name, "--kill-rank", "1")
+    assert (told["outcome"], told["alone"], told["epoch"]) == ("Resumed", True, 1)
+    assert (told["chargedTo"], told["kept"], told["replaced"]) == ("Failure", [0, 1], [])
+    assert mesh.command(name, 0) == rank_0, "rank 0 was not touched"
+    assert [(life["epoch"], life["state"], life["reason"]) for life in lives(mesh, name, 1)] == [
+        (1, "Exited", "CommandKilled"),
+        (1, "Running", None),
+    ]
+    assert len(lives(mesh, name, 0)) == 1
+    assert re.search(r"^ *1 +Running, life 2 ", mesh.cli("describe", name).stdout, re.MULTILINE)
+    gate.touch()
+    assert client.wait() == 0, client.stderr
+    for sentence in ("Rank 1 starts again alone", "Restart 1 of 3 for a command that failed: rank 1"):
+        assert sentence in client.stderr, client.stderr
+    assert mesh.cli("logs", name, "--rank", "1").stdout.splitlines() == ["epoch 1", "epoch 1", "done"]
+    mesh.no_process_left(mesh.ended(name))
+
+
 @pytest.mark.long
 def test_a_machine_that_stood_still_past_its_lease_finds_every_door_closed(mesh: RealMesh) -> None:
     name = mesh.new_name()

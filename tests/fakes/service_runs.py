@@ -234,5 +234,7 @@ def _rank(rank: int, machine: str) -> dict[str, Any]:
         "state": "Ordered",
         "exit": None,
         "lastOutputAt": None,
+        "startedAt": None,
         "finishedAt": None,
+        "lives": 1,
     }

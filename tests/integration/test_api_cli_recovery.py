@@ -91,9 +91,6 @@ def test_restarts_end_with_the_budget(shell: Shell) -> None:
     )
     assert done.returncode == 9, done.stderr
     assert "Restart 1 of 1" in done.stderr
-    refused = shell.mesh("run", "--on-process-failure", "restart-rank", "--", "script")
-    assert refused.returncode == 2
-    assert "Not available yet" in refused.stderr
 
 
 def test_chaos_takes_a_machine_away_and_gives_a_verdict(shell: Shell) -> None:

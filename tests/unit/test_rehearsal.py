@@ -37,7 +37,10 @@ def run(state: str, *epochs: dict[str, Any], machines: tuple[str, ...] = ("m0", 
             "message": "How it is.",
             "epoch": epochs[-1]["epoch"],
             "epochs": list(epochs),
-            "ranks": [{"rank": rank, "machine": machine} for rank, machine in enumerate(machines)],
+            "ranks": [
+                {"rank": rank, "machine": machine, "lives": 1, "startedAt": 95.0}
+                for rank, machine in enumerate(machines)
+            ],
             "restarts": {"loss": 1},
         },
     }
@@ -73,7 +76,20 @@ def harm(kind: str = "LoseMachine", seconds: float | None = None) -> dict[str, A
 def test_a_run_has_resumed_when_it_runs_in_a_later_epoch(
     state: str, number: int, outcome: Outcome | None
 ) -> None:
-    assert outcome_of(run(state, epoch(number, 90.0)), harm()) is outcome
+    before = run("Running", epoch(1, 90.0))
+    assert outcome_of(before, run(state, epoch(number, 90.0)), harm()) is outcome
+
+
+def test_a_rank_that_began_again_alone_is_a_run_that_resumed() -> None:
+    before, after = run("Running", epoch(1, 90.0)), run("Running", epoch(1, 90.0))
+    after["status"]["ranks"][1] |= {"lives": 2, "startedAt": None}
+    assert outcome_of(before, after, harm("KillRank")) is None, "it is on its way"
+    after["status"]["ranks"][1]["startedAt"] = 104.5
+    assert outcome_of(before, after, harm("KillRank")) is Outcome.RESUMED
+    told = verdict(before, after, harm("KillRank"), outcome=Outcome.RESUMED)
+    assert (told["alone"], told["chargedTo"], told["kept"], told["replaced"]) == (True, "Failure", [0, 1], [])
+    assert told["seconds"]["total"] == 4.5
+    assert verdict_lines(told)[0] == "train: rank 1 started again alone in epoch 1; the others went on."
 
 
 def test_only_what_is_for_a_time_can_disturb_nobody() -> None:

@@ -62,19 +62,24 @@ def test_everything_that_is_not_available_is_said_at_once() -> None:
             image="nvcr.io/x:1",
             maxCost="2.00",
             distributed={"launcher": "verl"},
-            recovery={"onProcessFailure": "RestartRank"},
         ),
         RENTED,
     )
     assert error.reason is Reason.NOT_AVAILABLE_YET
-    assert error.details["problems"] == 5
-    for field in ("launcher", "image", "maxCost", "onProcessFailure", "distributed.network"):
+    assert error.details["problems"] == 4
+    for field in ("launcher", "image", "maxCost", "distributed.network"):
         assert f"{field}: got " in error.message
 
 
 def test_a_gang_may_be_restarted_when_its_command_fails() -> None:
     assert warnings(job(recovery={"onProcessFailure": "RestartGang", "maxAttempts": 5})) == []
-    assert "RestartGang" in refusal(job(recovery={"onProcessFailure": "RestartRank"})).message
+
+
+def test_one_rank_may_be_restarted_where_ranks_share_nothing() -> None:
+    alone = {"recovery": {"onProcessFailure": "RestartRank"}}
+    assert warnings(job(distributed={"nodes": 2}, **alone)) == []
+    assert warnings(job(**alone)) == ["RestartsWholeGang"]
+    assert warnings(job(distributed={"nodes": 2, "launcher": "torchrun"}, **alone)) == ["RestartsWholeGang"]
 
 
 def test_where_machines_are_in_one_place_every_network_scope_holds() -> None:
