@@ -16,7 +16,7 @@ Theory of operation. The phases run Idle → Leasing → Preparing → Arrived �
 Exited means that the member's part is over (the command ended, or never could start), and that it
 keeps its lease and its machine until the coordinator decides what comes next. From every phase, an order
 to fence or a lost lease leads through Fencing (stop, then kill, then hand the logs over) to Fenced.
-Gone is the end of the object. What is done about each effect is `agents.node`'s part.
+Gone is the end of the object. What is done about each effect is `agents.member`'s part.
 """
 
 from __future__ import annotations

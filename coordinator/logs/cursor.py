@@ -64,8 +64,8 @@ class Cursor:
             return
         self._open.pop(key, None)
         self._parts.pop(key, None)
-        self._done[key.epoch] = self._done.get(key.epoch, 0) | 1 << key.rank
-        self._front = "_".join([self._head, *(f"{e}-{ranks:x}" for e, ranks in self._done.items())])
+        self._take_done(key.epoch, 1 << key.rank)
+        self._renew_front()
 
     @classmethod
     def parse(cls, text: str, *, uid: str) -> Cursor:
@@ -91,12 +91,14 @@ class Cursor:
                 cursor.advance(key, Position(scan, scan + out, scan + err))
             else:
                 raise _none_of_ours(text)
+        cursor._renew_front()
         return cursor
 
     def _take_done(self, epoch: int, ranks: int) -> None:
-        for rank in range(ranks.bit_length()):
-            if ranks >> rank & 1:
-                self.finish(AttemptKey(epoch, rank))
+        self._done[epoch] = self._done.get(epoch, 0) | ranks
+
+    def _renew_front(self) -> None:
+        self._front = "_".join([self._head, *(f"{e}-{ranks:x}" for e, ranks in self._done.items())])
 
 
 def _none_of_ours(text: str) -> SpecError:

@@ -74,3 +74,11 @@ def test_what_is_no_cursor_is_refused_by_name(text: str) -> None:
 def test_offsets_out_of_all_range_are_refused() -> None:
     with pytest.raises(SpecError):
         Cursor.parse("1.00c0ffee_1.0.0.ffffffffffffffff.0.0", uid=UID)
+
+
+def test_the_largest_cursor_is_read_in_one_go() -> None:
+    """Rank by rank it held up everything in the head for twelve seconds."""
+    text = "_".join([f"1.{UID[:8]}", *(f"{epoch}-{'f' * 16_384}" for epoch in (1, 2, 3))])
+    cursor = Cursor.parse(text, uid=UID)
+    assert cursor.text() == text
+    assert cursor.is_done(AttemptKey(3, 65_535)) and not cursor.is_done(AttemptKey(4, 0))
