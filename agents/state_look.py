@@ -41,6 +41,7 @@ def look(state_dir: Path, *, sure: tuple[Entry, ...] | None = (), root: int | No
     began_at = time.monotonic()
     found: list[Entry] = []
     try:
+        device = state_dir.stat().st_dev
         is_saving = _walk(state_dir, found)
     except _TooManyError:
         return _refused(
@@ -56,7 +57,6 @@ def look(state_dir: Path, *, sure: tuple[Entry, ...] | None = (), root: int | No
         )
     entries = tuple(sorted(found, key=lambda entry: entry.path))
     firm = tuple(entry for entry in entries if entry.kind in KEPT and not entry.is_log)
-    device = state_dir.stat().st_dev
     return Look(
         entries=entries,
         steps=tuple(sorted(_whole_steps(state_dir, entries))),
@@ -153,7 +153,10 @@ def _agrees(marker: Path, step: int, files: dict[str, int]) -> bool:
 
 def writers(state_dir: Path, entries: Iterable[Entry], *, root: int | None = None) -> tuple[str, ...]:
     """The files among these, logs left out, that a process has open, or mapped, for writing."""
-    device = state_dir.stat().st_dev
+    try:
+        device = state_dir.stat().st_dev
+    except OSError:
+        return ()  # the directory is gone: the next look tells
     return tuple(sorted({path for path, _ in _open_files(entries, device, root)}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from agents.checkpoint import Checkpointer, CheckpointListener, StoredPart
 from agents.restore import restore
-from agents.state_look import look
+from agents.state_look import look, writers
 from coordinator.checkpoint_store import CheckpointStore, Written
 from coordinator.core.checkpoints import CommitCheckpoint
 from mesh import checkpoint
@@ -150,6 +151,16 @@ def test_a_process_that_is_ending_has_not_closed_its_files_itself(tmp_path: Path
 
 
 @pytest.mark.torch
+def test_a_state_directory_that_its_command_removes_ends_no_look(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "model.bin").write_text("x")
+    seen = look(state)
+    shutil.rmtree(state)
+    assert writers(state, seen.entries) == ()
+    assert "cannot be read" in look(state).trouble
+
+
 async def test_a_process_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     import torch
 
