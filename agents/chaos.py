@@ -18,6 +18,8 @@ Rules of this file:
    while everything stands still, undoes at once when it is told to end, and never waits longer than SECONDS_MAX.
 3. A process is its pid and its start time: no other process is ever hit.
 4. A cut is a table of its own, named after the deployment. `remove_cuts` takes away what a killed process left.
+5. Nobody hears the process that cuts and mends: what it could not do it leaves as a note, and `left_of` tells it, and
+   mends what a killed one left, to whoever asks once the time is over.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ KILL_LIMIT_S = 5.0
 ANSWER_LEAVES_S = 0.2
 """Between the order and what silences the machine: so long has its answer to get away."""
 NFT_LIMIT_S = 10.0
+NOTES = Path("/run")
+"""Only root cuts, and only root writes there."""
 TABLE_PREFIX = "gangmesh_chaos"
 _RAYLET_OF = "--node-name="
 _KEEPER = b"keeper.py"
@@ -109,6 +113,21 @@ def why_not(order: HarmOrder) -> str | None:
     script = cut_script(table=table_name(order.machine), address=order.address, is_one_way=order.is_one_way)
     done = _nft("--check", "-f", "-", script=script)
     return None if done.returncode == 0 else f"{order.machine} cannot be cut off: {done.stderr.strip()}"
+
+
+def left_of(order: HarmOrder) -> str | None:
+    """What is still wrong once it should be over, in a sentence without its subject; None when nothing is."""
+    if order.kind is not HarmKind.CUT:
+        return None
+    table, note = table_name(order.machine), note_file(order.machine)
+    if note.is_file():
+        said = note.read_text(errors="replace")
+        note.unlink(missing_ok=True)
+        return said
+    if _nft("list", "table", "inet", table).returncode != 0:
+        return None  # it is not there
+    done = _nft("delete", "table", "inet", table)
+    return None if done.returncode == 0 else _still_cut(table, done)
 
 
 def perform(order: HarmOrder) -> None:
@@ -216,6 +235,15 @@ def table_name(machine: str) -> str:
     return f"{TABLE_PREFIX}_{os.environ.get(MARK, 'none')}_{letters}"
 
 
+def note_file(machine: str) -> Path:
+    """Where the process that cuts a machine off writes what it could not do."""
+    return NOTES / f"{table_name(machine)}.failed"
+
+
+def _still_cut(table: str, done: subprocess.CompletedProcess[str]) -> str:
+    return f"is still cut off ({done.stderr.strip()}). There, as root: nft delete table inet {table}"
+
+
 def remove_cuts(deployment_id: str) -> None:
     """Takes away every cut that this deployment has left on this host. Nothing to do, or no right to, is no error."""
     if os.geteuid() != 0 or shutil.which("nft") is None:
@@ -259,11 +287,22 @@ def main() -> int:
         _wait(wakeup, order.seconds)
         thaw(stopped)
         return 0
+    return _cut_for_a_time(order, wakeup, order.seconds)
+
+
+def _cut_for_a_time(order: HarmOrder, wakeup: int, seconds: float) -> int:
     table = table_name(order.machine)
-    _nft("-f", "-", script=cut_script(table=table, address=order.address, is_one_way=order.is_one_way))
+    script = cut_script(table=table, address=order.address, is_one_way=order.is_one_way)
+    done = _nft("-f", "-", script=script)
+    if done.returncode != 0:
+        note_file(order.machine).write_text(f"was not cut off: {done.stderr.strip()}")
+        return done.returncode
     send_keepers_the_long_way(order)
-    _wait(wakeup, order.seconds)
-    return _nft("delete", "table", "inet", table).returncode
+    _wait(wakeup, seconds)
+    done = _nft("delete", "table", "inet", table)
+    if done.returncode != 0:
+        note_file(order.machine).write_text(_still_cut(table, done))
+    return done.returncode
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
+from agents.chaos import HarmOrder
 from coordinator import view
 from coordinator.checkpoint_store import CheckpointStore
 from coordinator.core.effects import OrderMember
@@ -22,6 +23,7 @@ from coordinator.core.events import (
     GangEvent,
     MachineReclaimed,
     Now,
+    RehearsalLeft,
     ResumeRequested,
     RunAccepted,
     SuspendRequested,
@@ -46,6 +48,9 @@ from mesh.states import HarmKind, RunState
 LOCAL_PROVIDER = "local"
 """What machines that are simulated on the head's host say of themselves."""
 RUNS_MAX = 10_000
+UNDONE_AFTER_S = 5.0
+"""How long after harm for a time should be over its machine is asked whether it is; and until it is asked again."""
+UNDONE_TRIES = 3
 EVENTS_PAGE_MAX = 1_000
 STOP_TIMEOUT_S = 5.0
 GIVE_BACK_LIMIT_S = 5.0
@@ -260,7 +265,28 @@ class Coordinator:
         harm = harm_resource(gang, order, at=self._now().wall)
         await driver.post_durably(FaultRehearsed(rank=Rank(rank), message=harm["message"]))
         await self._fleet.harm(order)
+        if order.seconds is not None:
+            self._in_background(self._see_undone(driver, order, order.seconds), f"end of harm to {name}")
         return harm
+
+    async def _see_undone(self, driver: GangDriver, order: HarmOrder, seconds: float) -> None:
+        """The run hears of harm that should be over and is not. One that is slow to answer is asked again."""
+        await asyncio.sleep(seconds + UNDONE_AFTER_S)
+        left: str | None = None
+        for _ in range(UNDONE_TRIES):
+            try:
+                left = await self._fleet.left_of_harm(order)
+                break
+            except MeshError as error:
+                left = f"cannot be asked: {error.message}"
+            await asyncio.sleep(UNDONE_AFTER_S)
+        if left is None:
+            return
+        rank = order.incarnation.rank
+        message = f"A rehearsed fault was to be over: {order.machine} (rank {rank}) {left}"
+        _log.error("run %s: %s", driver.core.gang.plan.name, message)
+        with suppress(MeshError):  # the run is deleted: the log has it
+            await driver.post_durably(RehearsalLeft(rank=rank, message=message))
 
     async def delete(self, name: str) -> None:
         """See `CoordinatorService.delete`."""

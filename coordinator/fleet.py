@@ -112,6 +112,13 @@ class Fleet(Protocol):
         """Does it. Returns when it is done, also when nobody is left there to say so."""
         ...
 
+    async def left_of_harm(self, order: HarmOrder) -> str | None:
+        """What is still wrong with the machine once harm for a time should be over, without the subject; None: nothing.
+
+        Mends it where it can. A machine that is lost has nothing left. Raises MeshError when it does not answer.
+        """
+        ...
+
     async def order(self, order: JoinOrder, reservation: int) -> None:
         """Brings the member to life (or finds it) and hands it the order. Raises MemberGoneError."""
         ...

@@ -115,6 +115,10 @@ class RayFleet:
         if node is not None:
             await ray_harm.perform(order, node["NodeID"])
 
+    async def left_of_harm(self, order: HarmOrder) -> str | None:
+        node = await self._node(order.machine)
+        return None if node is None else await ray_harm.left_of(order, node["NodeID"])
+
     # ---- reservations -----------------------------------------------------------------------------
 
     async def reserve(

@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agents import chaos
-from mesh.errors import InternalError
+from mesh.errors import InternalError, TransportError
 from mesh.states import HarmKind
 
 ASK_LIMIT_S = 20.0
@@ -35,6 +35,16 @@ async def why_not(order: chaos.HarmOrder, node_id: str) -> str | None:
             return refusal
     except (TimeoutError, RayError) as error:
         return f"{order.machine} does not answer ({type(error).__name__})."
+
+
+async def left_of(order: chaos.HarmOrder, node_id: str) -> str | None:
+    """See `Fleet.left_of_harm`."""
+    try:
+        async with asyncio.timeout(ASK_LIMIT_S):
+            left: str | None = await _there(chaos.left_of, order, node_id)
+            return left
+    except (TimeoutError, RayError) as error:
+        raise TransportError(f"{order.machine} does not answer ({type(error).__name__}).") from error
 
 
 async def perform(order: chaos.HarmOrder, node_id: str) -> None:

@@ -237,6 +237,14 @@ class FaultRehearsed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalLeft:
+    """Harm that was done for a time is not undone, or was not done at all."""
+
+    rank: Rank
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorRecovered:
     """This core was read back from the journal after a crash: what was under way may not have happened."""
 
@@ -271,6 +279,7 @@ GangEvent = (
     | SuspendRequested
     | ResumeRequested
     | FaultRehearsed
+    | RehearsalLeft
     | CoordinatorRecovered
     | TimePassed
     | MemberReport

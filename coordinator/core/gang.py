@@ -50,6 +50,7 @@ from coordinator.core.events import (
     MemberSuspected,
     MemberVanished,
     Now,
+    RehearsalLeft,
     ReservationWaiting,
     ReservationWithdrawn,
     ResumeRequested,
@@ -242,6 +243,10 @@ class GangCore(LoneRanks):
         """So that the story tells a rehearsed fault from a real one."""
         if not self.gang.state.is_terminal:
             self._announce("Rehearsed", event.message, rank=event.rank)
+
+    def _on_rehearsal_left(self, event: RehearsalLeft) -> None:
+        """Also when the run has ended: somebody has to mend it."""
+        self._announce("NotUndone", event.message, rank=event.rank)
 
     # ---- what comes after an epoch ----------------------------------------------------------------
 
@@ -448,6 +453,7 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     SuspendRequested: GangCore._on_suspend_requested,
     ResumeRequested: GangCore._on_resume_requested,
     FaultRehearsed: GangCore._on_fault_rehearsed,
+    RehearsalLeft: GangCore._on_rehearsal_left,
     TimePassed: GangCore._on_time_passed,
     MemberFenced: GangCore._on_member_fenced,
     MemberFenceFailed: GangCore._on_member_fence_failed,

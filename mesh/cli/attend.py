@@ -32,8 +32,8 @@ CANCEL_SENT_LIMIT_S = 3.0
 TOLD_KINDS = frozenset(
     {
         *("Waiting", "Assembling", "AssemblyFailed", "Refused", "Replaced"),
-        *("MemberLost", "SelfFenced", "RankFailed", "FenceFailed", "Reclaimed", "Rehearsed"),
-        *("Restarting", "Healthy", "SuspendRequested", "Resumed"),
+        *("MemberLost", "SelfFenced", "RankFailed", "FenceFailed", "Reclaimed", "Rehearsed", "NotUndone"),
+        *("FenceOverdue", "Restarting", "Healthy", "SuspendRequested", "Resumed"),
         *("RankRestarting", "RankRestarted", "RankNotRestarted"),
     }
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -178,3 +180,23 @@ def _running_at(mesh: RealMesh, name: str, epoch: int) -> dict[str, Any] | None:
     run = mesh.run(name)
     status = run["status"]
     return run if (status["state"], status["epoch"]) == ("Running", epoch) else None
+
+
+@pytest.mark.long
+@pytest.mark.root
+def test_a_machine_that_nobody_hears_any_more_is_replaced_and_mended_in_time(mesh: RealMesh) -> None:
+    """One way: what is sent to it arrives. Its keeper's renewals do not, so its rank ends by itself."""
+    if shutil.which("nft") is None:
+        pytest.skip("needs the program nft (package nftables)")
+    name = mesh.submit("--nodes", "2", "--grace-period", "2s", "--", "sleep", "600")
+    before = mesh.running(name)["status"]["ranks"]
+    told = chaos(mesh, name, "--cut", "1", "--one-way", "--for", "8s")
+    assert (told["outcome"], told["ofTheHarm"], told["chargedTo"]) == ("Resumed", True, "Loss"), told
+    assert told["kept"] == [0] and told["replaced"][0]["from"] == before[1]["machine"], told
+
+    def tables() -> str:
+        return subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True).stdout
+
+    wait_until(lambda: mesh.owner.deployment_id not in tables(), "the cut to be undone")
+    mesh.cli("cancel", name)
+    mesh.no_process_left(mesh.ended(name))

@@ -31,6 +31,7 @@ class FakeFleet:
         self.fences: list[FenceOrder] = []
         self.about_parts: list[CheckpointOrder] = []
         self.harms: list[HarmOrder] = []
+        self.left_of_harms: str | None = None
         self.dismissed: list[Incarnation] = []
         self.forgotten: list[RunUid] = []
         self.unreachable = 0
@@ -102,6 +103,9 @@ class FakeFleet:
 
     async def harm(self, order: HarmOrder) -> None:
         self.harms.append(order)
+
+    async def left_of_harm(self, order: HarmOrder) -> str | None:
+        return self.left_of_harms
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         self._may_fail()

@@ -263,7 +263,7 @@ def test_a_simulated_machine_connects_from_its_own_address_and_a_real_one_as_the
 
 
 CUT = """
-import os, socket, subprocess, sys
+import os, pathlib, socket, subprocess, sys, tempfile
 from agents import chaos
 from mesh.ids import Incarnation, MachineName
 from mesh.states import HarmKind
@@ -293,6 +293,46 @@ chaos.remove_cuts("another")
 assert not reaches("127.0.1.1")
 chaos.remove_cuts("lab")
 assert reaches("127.0.1.1")
+
+# one way only: what is sent to the machine arrives, what it sends does not
+
+def arrives(source, target):
+    with socket.socket(type=socket.SOCK_DGRAM) as ear, socket.socket(type=socket.SOCK_DGRAM) as mouth:
+        ear.bind((target, 0))
+        ear.settimeout(0.5)
+        mouth.bind((source, 0))
+        try:
+            mouth.sendto(b"x", ear.getsockname())
+            return ear.recv(1) == b"x"
+        except (TimeoutError, PermissionError):  # dropped where it arrives, or where it leaves
+            return False
+
+for real in ("10.9.0.1/32", "10.9.0.2/32"):
+    subprocess.run(["ip", "addr", "add", real, "dev", "lo"], check=True)
+for address, other in (("127.0.1.1", "127.0.1.2"), ("10.9.0.1", "10.9.0.2")):
+    for is_one_way in (True, False):
+        assert arrives(address, other) and arrives(other, address)
+        chaos._nft("-f", "-", script=chaos.cut_script(table=table, address=address, is_one_way=is_one_way))
+        assert not arrives(address, other)
+        assert arrives(other, address) is is_one_way
+        assert arrives(address, address), "what a machine says to itself"
+        chaos.remove_cuts("lab")
+
+# whoever cuts and mends says what he could not do
+
+chaos.NOTES = pathlib.Path(tempfile.mkdtemp())
+wakeup, written = os.pipe()
+os.write(written, b"x")  # nothing is waited for
+assert chaos._cut_for_a_time(order, wakeup, 60.0) == 0 and chaos.left_of(order) is None
+nft = chaos._nft
+chaos._nft = lambda *words, **more: nft(*(("delete", "nothing") if words[0] == "delete" else words), **more)
+assert chaos._cut_for_a_time(order, wakeup, 60.0) != 0
+assert "is still cut off" in chaos.left_of(order) and table in chaos.left_of(order)
+chaos._nft = nft
+assert chaos.left_of(order) is None and reaches("127.0.1.1"), "mended by whoever asked"
+chaos.cut_script = lambda **_: "no such words"
+assert chaos._cut_for_a_time(order, wakeup, 60.0) != 0
+assert "was not cut off" in chaos.left_of(order) and chaos.left_of(order) is None
 print("done")
 """
 

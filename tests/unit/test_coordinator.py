@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agents.chaos import HarmOrder
 from coordinator import driver_care
 from coordinator.coordinator import Coordinator
 from coordinator.core import recovery
@@ -22,7 +23,7 @@ from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.journal import SqlJournal
-from mesh.errors import ConflictError, NotFoundError, StorageError, TransportError
+from mesh.errors import ConflictError, MeshError, NotFoundError, StorageError, TransportError
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, RunUid, new_token
 from mesh.messages import (
     CauseEvidence,
@@ -332,6 +333,32 @@ async def test_a_machine_that_is_wanted_back_says_what_it_waits_for_and_is_not_l
     assert await listed("m1") is None
     lost = await listed("m0")
     assert lost is not None and lost["state"] == "Lost", "nobody wanted that one back"
+
+
+@pytest.mark.parametrize("was_slow", [False, True])
+async def test_harm_that_is_not_undone_in_time_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, was_slow: bool
+) -> None:
+    monkeypatch.setattr("coordinator.coordinator.UNDONE_AFTER_S", 0.001)
+    bench.coordinator._deployment["chaos"] = True
+    await bench.submit("rehearsed")
+    await bench.start_all()
+    answers: list[str | MeshError | None] = (
+        [TransportError("it is busy."), None] if was_slow else ["is still cut off."]
+    )
+
+    async def left_of_harm(order: HarmOrder) -> str | None:
+        answer = answers.pop(0)
+        if isinstance(answer, MeshError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(bench.fleet, "left_of_harm", left_of_harm)
+    await bench.coordinator.chaos("rehearsed", "Cut", 1, 0.001, True)
+    await bench.until(lambda: not answers and not bench.coordinator._background)
+    events = await bench.coordinator.events(0, "rehearsed", 100, 0.0)
+    told = [event["message"] for event in events if event["kind"] == "NotUndone"]
+    assert told == ([] if was_slow else ["A rehearsed fault was to be over: m1 (rank 1) is still cut off."])
 
 
 # ---- faults of our own, and rows that cannot be read --------------------------------------------------
