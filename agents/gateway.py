@@ -37,6 +37,7 @@ from agents.gateway_wire import (
     Revoke,
     SetIdentity,
     SetMachines,
+    SetRelay,
     SetRoster,
     from_wire,
 )
@@ -121,6 +122,8 @@ class GatewayProcess:
                     self.gateway.revoke(request.revocations)
                 case Offer():
                     self.gateway.offer(request.ports, deliver_to=request.deliver_to)
+                case SetRelay():
+                    await self.gateway.set_relay(request.place)
                 case Counters():
                     return self.gateway.counters()
             if self._redirects:
@@ -213,6 +216,12 @@ def address_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def raise_descriptor_limit() -> None:
+    """As many sockets as this process may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m agents.gateway", description="A machine's gateway.")
     parser.add_argument("--folder", type=Path, required=True, help="of this process alone")
@@ -259,8 +268,7 @@ async def serve(options: argparse.Namespace) -> None:
 def main() -> int:
     options = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     try:
         uvloop.run(serve(options))
     except (MeshError, OSError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mesh.errors import RemoteProtocolError
 from mesh.ids import Epoch, MachineName, Rank, RunUid
+from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, Machines, MemberPlace, Revocations, Roster
 from mesh.net.tls import Credentials
 
@@ -59,11 +60,16 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetRelay:
+    place: RelayPlace | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
     """Answered with `Gateway.counters()`."""
 
 
-Request = SetIdentity | SetMachines | SetRoster | Host | Fence | Revoke | Offer | Counters
+Request = SetIdentity | SetMachines | SetRoster | Host | Fence | Revoke | Offer | SetRelay | Counters
 
 
 def to_wire(request: Request) -> dict[str, Any]:
@@ -93,6 +99,11 @@ def to_wire(request: Request) -> dict[str, Any]:
             }
         case Offer():
             return words | {"ports": sorted(request.ports), "deliver_to": list(request.deliver_to)}
+        case SetRelay():
+            place = request.place
+            if place is None:
+                return words | {"machine": None}
+            return words | {"machine": place.machine, "addresses": [list(at) for at in place.addresses]}
         case Counters():
             return words
 
@@ -152,6 +163,13 @@ def _revocations(words: Mapping[str, Any]) -> Revoke:
     )
 
 
+def _relay(words: Mapping[str, Any]) -> SetRelay:
+    if words["machine"] is None:
+        return SetRelay(place=None)
+    addresses = tuple((str(host), int(port)) for host, port in words["addresses"])
+    return SetRelay(place=RelayPlace(machine=MachineName(words["machine"]), addresses=addresses))
+
+
 _READERS: Mapping[str, Any] = {
     "SetIdentity": lambda words: SetIdentity(credentials=_credentials(words)),
     "SetMachines": _machines,
@@ -162,5 +180,6 @@ _READERS: Mapping[str, Any] = {
     "Offer": lambda words: Offer(
         ports=frozenset(int(port) for port in words["ports"]), deliver_to=tuple(words["deliver_to"])
     ),
+    "SetRelay": _relay,
     "Counters": lambda words: Counters(),
 }

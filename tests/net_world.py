@@ -248,27 +248,38 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def recorder(mesh: World, name: str) -> AsyncIterator[bytearray]:
-    """Stands between the others and this machine's gateway; what passed in either direction."""
+async def recorder_at(address: tuple[str, int]) -> AsyncIterator[tuple[tuple[str, int], bytearray]]:
+    """Stands in front of a listener: where, and what passed in either direction."""
     passed = bytearray()
-    host, port = mesh.gateways[name].addresses[0]
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             passed.extend(data)
             writer.write(data)
+            await writer.drain()
         writer.close()
 
     async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, port)
-        with contextlib.suppress(ConnectionError):
+        far_reader, far_writer = await asyncio.open_connection(*address)
+        try:
             await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+        except ConnectionError:
+            pass
+        finally:
+            writer.transport.abort()
+            far_writer.transport.abort()
 
     server = await asyncio.start_server(between, "127.0.0.1", 0)
-    in_between: tuple[str, int] = server.sockets[0].getsockname()[:2]
-    for other in mesh.gateways.values():
-        other.set_machines({MachineName(name): MachinePlace(gateway=(in_between,))})
     try:
-        yield passed
+        yield server.sockets[0].getsockname()[:2], passed
     finally:
         server.close()
+
+
+@contextlib.asynccontextmanager
+async def recorder(mesh: World, name: str) -> AsyncIterator[bytearray]:
+    """Stands between the others and this machine's gateway; what passed in either direction."""
+    async with recorder_at(mesh.gateways[name].addresses[0]) as (address, passed):
+        for other in mesh.gateways.values():
+            other.set_machines(at(name, address))
+        yield passed

@@ -4,7 +4,7 @@ Rules of this file:
 1. OpenSSL never sees the socket: bytes go through two memory BIOs. So reading takes exactly what is asked for, and what
    lies behind it stays for whoever is next.
 2. No wait here has a limit of its own: the caller puts `asyncio.timeout` around the whole of it.
-3. The socket is non-blocking and has one user at a time.
+3. The socket is non-blocking; one task reads and one writes, at the most.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One TLS stream over a connected socket."""
+    """One TLS stream over a connected socket.
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+    Args:
+        early: bytes of it that somebody has read already.
+    """
+
+    def __init__(
+        self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, early: bytes = b""
+    ) -> None:
         self.socket = sock
         self.incoming = ssl.MemoryBIO()
+        self.incoming.write(early)
         self.outgoing = ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
         self._loop = asyncio.get_running_loop()
@@ -74,6 +81,11 @@ class Channel:
 
         The socket goes on as it is. Only for who has another protection inside.
         """
+        await self.say_end()
+        return await self.wait_for_end()
+
+    async def say_end(self) -> None:
+        """The first half of `leave_tls`."""
         try:
             self.tls.unwrap()
         except ssl.SSLWantReadError:
@@ -82,6 +94,9 @@ class Channel:
             await self._flush_quietly()
             raise
         await self.flush()
+
+    async def wait_for_end(self) -> bytes:
+        """The second half."""
         while True:
             try:
                 part = self.tls.read(READ_BYTES)

@@ -21,8 +21,9 @@ from mesh.errors import AuthenticationError, RemoteProtocolError
 from mesh.ids import MachineName
 from mesh.net.channel import Channel, ChannelClosed
 from mesh.net.gate import WAIT_MAX_S, Refused
+from mesh.net.greeting import read_frame
 from mesh.net.identity import MachineIdentity, PeerCertificate
-from mesh.net.preface import HEADER_BYTES, Answer, Preface, decode_answer, encode_preface, frame_length
+from mesh.net.preface import Answer, Preface, decode_answer, encode_preface
 from mesh.net.refusals import Refusal
 from mesh.net.sockets import prepare
 from mesh.net.tls import peer_certificate
@@ -45,10 +46,19 @@ class DialRefused(Exception):
         self.message = message
 
 
-class Route(Protocol):
-    """How a machine is reached: yields a connected, prepared socket. Raises DialRefused."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """A connection to a machine, direct or through a relay, on which nothing has been said yet."""
 
-    async def __call__(self, machine: MachineName) -> socket.socket: ...
+    socket: socket.socket
+    early: bytes = b""
+    """What the other side has said already, read with the relay's last words."""
+
+
+class Route(Protocol):
+    """How a machine is reached, with whose certificate. Raises DialRefused."""
+
+    async def __call__(self, machine: MachineName, context: ssl.SSLContext) -> Leg: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +93,20 @@ class Dialler:
             turns = self._turns[preface.machine] = asyncio.Semaphore(DIALS_PER_MACHINE)
         try:
             async with asyncio.timeout(DIAL_LIMIT_S), turns:
-                sock = await self._route(preface.machine)
+                leg = await self._route(preface.machine, context)
                 try:
-                    return await self._introduce(sock, context, preface)
+                    return await self._introduce(leg, context, preface)
                 except BaseException:
-                    sock.close()
+                    leg.socket.close()
                     raise
         except TimeoutError:
             raise DialRefused(
                 Refusal.PEER_UNREACHABLE, f"{preface.machine} gave no answer within the limit."
             ) from None
 
-    async def _introduce(self, sock: socket.socket, context: ssl.SSLContext, preface: Preface) -> Dialled:
+    async def _introduce(self, leg: Leg, context: ssl.SSLContext, preface: Preface) -> Dialled:
         name = preface.machine
-        channel = Channel(sock, context, server_side=False)
+        channel = Channel(leg.socket, context, server_side=False, early=leg.early)
         try:
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
                 await channel.handshake()
@@ -104,13 +114,12 @@ class Dialler:
             self._check_peer(peer, MachineIdentity(deployment=self._deployment, machine=name))
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await channel.write(encode_preface(preface))
-                header = await channel.read_exactly(HEADER_BYTES)
-                answer = decode_answer(await channel.read_exactly(frame_length(header)))
+                answer = decode_answer(await read_frame(channel))
         except (ssl.SSLError, AuthenticationError) as error:
             raise DialRefused(Refusal.PEER_NOT_TRUSTED, f"{name}: {error}") from error
         except (ChannelClosed, RemoteProtocolError, OSError) as error:
             raise DialRefused(Refusal.PEER_UNREACHABLE, f"{name}: {error or type(error).__name__}") from error
-        _check_answer(name, answer)
+        check_answer(name, answer)
         return Dialled(channel=channel, peer=peer)
 
     def _check_peer(self, peer: PeerCertificate, meant: MachineIdentity) -> None:
@@ -123,7 +132,8 @@ class Dialler:
             raise DialRefused(refused.reason, refused.message)
 
 
-def _check_answer(name: MachineName, answer: Answer) -> None:
+def check_answer(name: MachineName, answer: Answer) -> None:
+    """Raises DialRefused when that machine refused."""
     if answer.refusal is not None:
         raise DialRefused(answer.refusal, f"{name} refused: {answer.message}")
 

@@ -24,18 +24,21 @@ from mesh.net.accepting import Acceptor
 from mesh.net.authority import read_certificate
 from mesh.net.clock import wall_clock
 from mesh.net.departure import Departure, Speaker
-from mesh.net.dialling import Dialler, connect_to_any
+from mesh.net.dialling import Dialler, Leg, connect_to_any
 from mesh.net.door import Door, source_of
 from mesh.net.gate import Gate, Refused
 from mesh.net.identity import MachineIdentity, MemberIdentity, PeerCertificate
 from mesh.net.reception import Reception
 from mesh.net.refusals import Refusal
+from mesh.net.relay_client import RelayClient, RelayLine, RelayPlace
 from mesh.net.roster import Machines, Revocations, Roster
 from mesh.net.sockets import has_ipv6, listen, original_target, reset
 from mesh.net.streams import Streams
 from mesh.net.tls import Credentials, client_context, server_context
 
 STOP_LIMIT_S = 2.0
+RELAYED = "through the relay"
+"""One source at the door: the address of who has dialled is the relay's to know."""
 _log = logging.getLogger(__name__)
 
 
@@ -88,6 +91,8 @@ class Gateway:
             gate=self.gate, streams=self._streams, dialler=dialler, target_of=target_of
         )
         self._departing = 0
+        self._relay: RelayClient | None = None
+        self._line: RelayLine | None = None
         self._acceptors: list[Acceptor] = []
         self._captures: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,6 +134,8 @@ class Gateway:
         """Stops listening, cuts every stream. May be called again."""
         for acceptor in (*self._acceptors, *self._captures):
             acceptor.close()
+        if self._line is not None:
+            await self._line.stop()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -150,6 +157,7 @@ class Gateway:
             "streams": len(self._streams),
             "waiting": self._reception.waiting,
             "in_the_door": self._door.taken,
+            "relay_breaks": self._line.breaks if self._line else 0,
             "refused_in": {str(reason): count for reason, count in sorted(self.gate.counts.items())},
             "refused_out": {str(reason): count for reason, count in sorted(self._departure.refused.items())},
             "ended": {str(end): count for end, count in sorted(self._streams.ends.items())},
@@ -174,6 +182,21 @@ class Gateway:
         """Where the machines of the deployment are."""
         self._departure.machines = dict(machines)
         self._apply()
+
+    async def set_relay(self, place: RelayPlace | None) -> None:
+        """The relay that machines without an address are reached by, and that this one is reachable through.
+
+        Raises AuthenticationError when this machine has no certificate yet.
+        """
+        if self._departure.machine is None:
+            raise AuthenticationError(f"{self.identity.machine} has no certificate yet.")
+        if self._line is not None:
+            await self._line.stop()
+            self._line = self._relay = None
+        if place is not None:
+            self._relay = RelayClient(deployment=self.identity.deployment, place=place, check=self._check)
+            self._line = RelayLine(client=self._relay, context=self._machine_context, on_leg=self._on_relayed)
+            self._line.start()
 
     def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:
         """Services of this machine that other machines may reach; replaces those before."""
@@ -223,7 +246,16 @@ class Gateway:
             self.gate.count(Refusal.SOURCE_LIMIT if server else Refusal.HANDSHAKE_FAILED)
             reset(sock)
             return
-        self._spawn(self._reception.serve(sock, server, source), name=f"stream from {source}")
+        self._spawn(self._reception.serve(Leg(socket=sock), server, source), name=f"stream from {source}")
+
+    def _on_relayed(self, leg: Leg) -> None:
+        """Somebody has dialled this machine through the relay."""
+        server = self._server
+        if server is None or not self._door.enter(RELAYED):
+            self.gate.count(Refusal.SOURCE_LIMIT if server else Refusal.HANDSHAKE_FAILED)
+            reset(leg.socket)
+            return
+        self._spawn(self._reception.serve(leg, server, RELAYED), name="relayed stream")
 
     def _leave_door(self, source: str) -> None:
         self._door.leave(source)
@@ -242,9 +274,16 @@ class Gateway:
             for acceptor in self._captures:
                 acceptor.resume()
 
-    async def _route(self, machine: MachineName) -> socket.socket:
+    async def _route(self, machine: MachineName, context: ssl.SSLContext) -> Leg:
+        """Direct when the machine has an address, through the relay when it has none."""
         place = self._departure.machines.get(machine)
-        return await connect_to_any(machine, place.gateway if place else ())
+        if place is not None and not place.gateway and self._relay is not None:
+            return await self._relay.dial(machine, context)
+        return Leg(socket=await connect_to_any(machine, place.gateway if place else ()))
+
+    def _machine_context(self) -> ssl.SSLContext:
+        assert self._departure.machine is not None, "set_relay is refused before set_identity"
+        return self._departure.machine.context
 
     def _check(self, peer: PeerCertificate) -> Refused | None:
         return self.gate.check_peer(peer, now=wall_clock(), peer_clock=None)

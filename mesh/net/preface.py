@@ -107,12 +107,12 @@ def frame_length(header: bytes) -> int:
 
 def decode_preface(body: bytes) -> Preface:
     """Raises RemoteProtocolError, VersionError among them."""
-    words = _words(body)
+    words = read_words(body)
     named = [words.get(key) for key in ("run", "epoch", "rank")]
     member = None
     if named != [None, None, None]:
         member = MemberTarget(
-            run=RunUid(_name(words, "run")),
+            run=RunUid(read_name(words, "run")),
             epoch=Epoch(_number(words, "epoch", NUMBER_MAX)),
             rank=Rank(_number(words, "rank", NUMBER_MAX)),
         )
@@ -120,13 +120,13 @@ def decode_preface(body: bytes) -> Preface:
     if port == 0:
         raise RemoteProtocolError("The peer's preface names port 0.")
     return Preface(
-        machine=MachineName(_name(words, "machine")), member=member, port=port, clock=_clock(words)
+        machine=MachineName(read_name(words, "machine")), member=member, port=port, clock=_clock(words)
     )
 
 
 def decode_answer(body: bytes) -> Answer:
     """Raises RemoteProtocolError, VersionError among them."""
-    words = _words(body)
+    words = read_words(body)
     refusal = words.get("refusal")
     try:
         known = None if refusal is None else Refusal(refusal)
@@ -140,7 +140,8 @@ def decode_answer(body: bytes) -> Answer:
     return Answer(refusal=known, message=message[:MESSAGE_CHARACTERS_MAX], clock=_clock(words))
 
 
-def _words(body: bytes) -> dict[Any, Any]:
+def read_words(body: bytes) -> dict[Any, Any]:
+    """What is in a frame: a map of this version. Raises RemoteProtocolError, VersionError among them."""
     try:
         words = msgpack.unpackb(body, raw=False, strict_map_key=False)
     except _UNPACK_ERRORS as error:
@@ -155,7 +156,8 @@ def _words(body: bytes) -> dict[Any, Any]:
     return words
 
 
-def _name(words: dict[Any, Any], key: str) -> str:
+def read_name(words: dict[Any, Any], key: str) -> str:
+    """A name of such a map. Raises RemoteProtocolError."""
     value = words.get(key)
     if not isinstance(value, str) or not 0 < len(value) <= NAME_CHARACTERS_MAX:
         raise RemoteProtocolError(f"The peer's preface has no {key}.")

@@ -15,27 +15,24 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from mesh.errors import AuthenticationError, RemoteProtocolError
+from mesh.errors import RemoteProtocolError
 from mesh.net.channel import Channel
 from mesh.net.clock import wall_clock
-from mesh.net.dialling import connect
+from mesh.net.dialling import Leg, connect
 from mesh.net.gate import WAIT_MAX_S, Admitted, Gate, NotYet, Refused
+from mesh.net.greeting import greet, read_frame
 from mesh.net.identity import PeerCertificate
 from mesh.net.preface import (
-    HEADER_BYTES,
     Answer,
     Preface,
     VersionError,
     decode_preface,
     encode_answer,
-    frame_length,
 )
 from mesh.net.refusals import Refusal
 from mesh.net.sockets import prepare, reset
 from mesh.net.streams import Full, Streams
-from mesh.net.tls import peer_certificate, refusal_of
 
-HANDSHAKE_LIMIT_S = 5.0
 PREFACE_LIMIT_S = 5.0
 TARGET_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 5.0
@@ -57,11 +54,12 @@ class Reception:
         self._waiting_max = waiting_max
         self.waiting = 0
 
-    async def serve(self, sock: socket.socket, context: ssl.SSLContext, source: str) -> None:
+    async def serve(self, leg: Leg, context: ssl.SSLContext, source: str) -> None:
         """One connection, from its place in the door, which it leaves, to the running stream. Takes the socket over."""
+        sock = leg.socket
         try:
             prepare(sock)
-            channel = Channel(sock, context, server_side=True)
+            channel = Channel(sock, context, server_side=True, early=leg.early)
             try:
                 asked = await self._ask(channel)
             finally:
@@ -81,22 +79,12 @@ class Reception:
 
     async def _ask(self, channel: Channel) -> tuple[PeerCertificate, Preface] | Refusal:
         """Who it is and what is meant; or why that is not known."""
-        try:
-            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                await channel.handshake()
-            peer = peer_certificate(channel.tls)
-        except TimeoutError:
-            return Refusal.HANDSHAKE_TIMEOUT
-        except AuthenticationError:
-            return Refusal.NOT_OUR_NAME
-        except ssl.SSLError as error:
-            return refusal_of(error)
-        except OSError:
-            return Refusal.HANDSHAKE_FAILED
+        peer = await greet(channel)
+        if isinstance(peer, Refusal):
+            return peer
         try:
             async with asyncio.timeout(PREFACE_LIMIT_S):
-                header = await channel.read_exactly(HEADER_BYTES)
-                return peer, decode_preface(await channel.read_exactly(frame_length(header)))
+                return peer, decode_preface(await read_frame(channel))
         except TimeoutError:
             return Refusal.PREFACE_TIMEOUT
         except VersionError as error:

@@ -33,6 +33,15 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
+def hang_up(sock: socket.socket) -> None:
+    """Ends a connection that somebody else waits on: the wait is over, and who waited closes it.
+
+    Closing it here would leave them waiting: uvloop keeps a socket open that is in use.
+    """
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def is_dead(sock: socket.socket) -> bool:
     """Whether the peer has reset the connection, also while nobody reads from it."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE

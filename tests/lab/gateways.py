@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from agents.gateway_client import GatewayClient
-from agents.gateway_wire import Host, Request, SetIdentity, SetMachines, SetRoster
+from agents.gateway_wire import Host, Request, SetIdentity, SetMachines, SetRelay, SetRoster
 from mesh.ids import Epoch, MachineName, Rank
 from mesh.net import redirect
 from mesh.net.authority import Authority, new_authority
+from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, MemberPlace, Roster
-from tests.lab.network import LabNetwork
+from tests.lab.network import LabNetwork, call
 from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member
 
 NUMBERS = {"m0": 3, "m1": 20}
@@ -30,6 +31,17 @@ GATEWAY_PORT = 7443
 SECRET = "gradients of a paying customer"
 TABLE = redirect.table_name(DEPLOYMENT)
 LIMIT_S = 20.0
+RELAY = "m2"
+ONLY_OUT = """
+table inet firewall {
+  chain arriving {
+    type filter hook input priority 0; policy drop;
+    iif lo accept
+    ct state established,related accept
+    meta l4proto ipv6-icmp accept
+  }
+}
+"""
 
 ECHO = """
 import socket, sys, threading
@@ -127,6 +139,39 @@ class TwoHosts:
                 deliver_to=overlay(rank),
             ),
         )
+
+    def start_relay(self) -> subprocess.Popen[str]:
+        """On a host of its own, m2."""
+        self.lab.plug(RELAY, 100, hosts_file="127.0.0.1 localhost\n")
+        folder = self.folder / RELAY
+        folder.mkdir()
+        who = credentials(self.authority, machine(RELAY))
+        for name, content in (
+            ("certificate", who.certificate_pem),
+            ("key", who.key_pem),
+            ("bundle", who.bundle_pem),
+        ):
+            (folder / f"{name}.pem").write_bytes(content)
+        argv = self.inside(
+            RELAY,
+            *(sys.executable, "-m", "agents.net_relay", "--folder", str(folder)),
+            *("--deployment", DEPLOYMENT, "--machine", RELAY),
+            *("--listen", f"{self.lab.address(100)}:{GATEWAY_PORT}"),
+        )
+        with (self.folder / f"{RELAY}.log").open("a") as log:
+            relay = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.others.append(relay)
+        assert relay.stdout is not None
+        assert relay.stdout.readline(), (self.folder / f"{RELAY}.log").read_text()
+        return relay
+
+    def only_by_relay(self) -> None:
+        """Neither gateway knows an address of the other, nor could be dialled; both have a line to the relay."""
+        place = RelayPlace(machine=MachineName(RELAY), addresses=((self.lab.address(100), GATEWAY_PORT),))
+        machines = {MachineName(name): MachinePlace(gateway=()) for name in NUMBERS}
+        for host in NUMBERS:
+            call(*self.inside(host, "nft", "-f", "-"), stdin=ONLY_OUT)
+            self.tell(host, SetMachines(machines=machines), SetRelay(place=place))
 
     def start_echo(self, host: str, address: str) -> subprocess.Popen[str]:
         argv = self.inside(host, sys.executable, "-c", ECHO, address, str(PORT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import select
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.lab.gateways import (
     CALL,
     LIMIT_S,
     PORT,
+    RELAY,
     SECRET,
     SHOUT,
     TABLE,
@@ -24,6 +26,7 @@ from tests.lab.gateways import (
     wiretap,
 )
 from tests.lab.network import call
+from tests.net_world import RUN
 
 
 @pytest.fixture
@@ -60,6 +63,31 @@ def test_a_plain_program_reaches_another_and_a_ghost_does_not(hosts: TwoHosts) -
     assert not heard, "the member has heard of the ghost"
     hosts.brief("m0", epoch=2)
     assert hosts.run("m0", CALL, overlay(1)[0], str(PORT), "alive").stdout.strip() == "alive"
+
+
+def test_two_hosts_that_only_dial_out_reach_each_other_by_a_relay(hosts: TwoHosts) -> None:
+    hosts.start_echo("m1", overlay(1)[0])
+    relay = hosts.start_relay()
+    hosts.only_by_relay()
+    said = SECRET * 1000
+    with wiretap(hosts.lab.port(RELAY)) as seen:
+        done = hosts.run("m0", CALL, overlay(1)[0], str(PORT), said)
+        for _ in range(
+            20
+        ):  # a line is opened in the background: until then the relay says that there is none
+            if done.returncode == 0:
+                break
+            done = hosts.run("m0", CALL, overlay(1)[0], str(PORT), said)
+        assert done.stdout.strip() == said, done.stderr
+    assert len(seen) > 4 * len(said)
+    assert SECRET.encode() not in seen
+    relay.send_signal(signal.SIGTERM)
+    assert relay.wait(timeout=LIMIT_S) == 0
+    log = (hosts.folder / f"{RELAY}.log").read_text()
+    [line] = [line for line in log.splitlines() if "relayed " in line]
+    billed = json.loads(line.partition("relayed ")[2])
+    assert (billed["run"], billed["from"], billed["to"]) == (RUN, "m0", "m1")
+    assert billed["bytes"] > 2 * len(said)
 
 
 def test_what_a_gateway_leaves_when_it_is_killed_and_when_it_ends(hosts: TwoHosts) -> None:

@@ -15,7 +15,7 @@ CORES = (
     "coordinator/core",
     "agents/core",
     *(f"mesh/store/{name}.py" for name in ("state", "barrier", "books", "keys", "leases")),
-    *(f"mesh/net/{name}.py" for name in ("identity", "roster", "gate", "door")),
+    *(f"mesh/net/{name}.py" for name in ("identity", "roster", "gate", "door", "relay_book")),
 )
 PURE = {"__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib"}
 PURE |= {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+from tests.integration.net.flow import until_stuck
 from tests.net_world import World, eventually, machine_overlay, member_server, recorder, world
 
 
@@ -135,17 +136,3 @@ async def test_hundreds_of_streams_do_not_get_mixed_up() -> None:
 def ends(mesh: World, name: str) -> dict[str, int]:
     found: dict[str, int] = mesh.gateways[name].counters()["ended"]
     return found
-
-
-async def until_stuck(transport: asyncio.Transport) -> int:
-    """Writes until nothing moves any more; how much was written. Bounded: sockets' buffers and a chunk per hop."""
-    sent, idle = 0, 0
-    while idle < 20:
-        if transport.get_write_buffer_size() == 0:
-            transport.write(b"z" * 1_000_000)
-            sent, idle = sent + 1_000_000, 0
-            assert sent < 200_000_000, "somebody takes all of it and keeps it"
-        else:
-            idle += 1
-        await asyncio.sleep(0.02)
-    return sent

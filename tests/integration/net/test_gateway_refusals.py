@@ -13,7 +13,7 @@ import pytest
 
 from mesh.ids import Epoch, MachineName, Rank, RunUid
 from mesh.net.authority import new_authority, read_certificate
-from mesh.net.dialling import Dialled, Dialler, DialRefused, connect_to_any
+from mesh.net.dialling import Dialled, Dialler, DialRefused, Leg, connect_to_any
 from mesh.net.gateway import Gateway, Limits
 from mesh.net.identity import Identity
 from mesh.net.preface import MemberTarget, Preface
@@ -50,8 +50,8 @@ async def ask(
 ) -> Dialled:
     """Dials a gateway as somebody who follows no rules but those of the protocol."""
 
-    async def route(name: MachineName) -> socket.socket:
-        return await connect_to_any(name, gateway.addresses)
+    async def route(name: MachineName, context: ssl.SSLContext) -> Leg:
+        return Leg(socket=await connect_to_any(name, gateway.addresses))
 
     target = MemberTarget(run=RunUid(run), epoch=Epoch(epoch), rank=Rank(rank))
     preface = Preface(
