@@ -130,6 +130,8 @@ class _Restoring:
     store: BlobStore | None
     stop: threading.Event
     patience_s: float
+    has_failed: bool = False
+    """One of the files cannot be had: what is under way for the others is of no use."""
     right: set[str] = field(default_factory=set)
     """Files that are there already."""
     done: Restored = field(default_factory=Restored)
@@ -238,8 +240,11 @@ class _Restoring:
         for file in files:
             sources.setdefault(file.sha256, file)
         with ThreadPoolExecutor(FILES_AT_ONCE, "restore") as pool:
-            places = pool.map(self._fetch_one, sources.values())
-            return dict(zip(sources, places, strict=True))
+            try:
+                return dict(zip(sources, pool.map(self._fetch_one, sources.values()), strict=True))
+            except BaseException:
+                self.has_failed = True
+                raise
 
     def _fetch_one(self, file: FileRecord) -> Path:
         place = self.work_dir / file.sha256
@@ -248,7 +253,7 @@ class _Restoring:
 
         def fetch() -> str:
             with place.open("wb") as target:
-                return store.get_file(blob_key(self.run, file.sha256), target)
+                return store.get_file(blob_key(self.run, file.sha256), _Stoppable(target, self._check_stop))
 
         try:
             sha256 = self._insist(fetch)
@@ -274,7 +279,7 @@ class _Restoring:
             pause_s = min(RETRY_MAX_S, pause_s * 2)
 
     def _check_stop(self) -> None:
-        if self.stop.is_set():
+        if self.stop.is_set() or self.has_failed:
             raise MeshError("The restore was called off.", reason=Reason.CANCELLED)
 
     # ---- the directory -----------------------------------------------------------------------------
@@ -334,6 +339,18 @@ class _Restoring:
                 shutil.copyfile(source, target)
         target.chmod(file.mode)
         self.done.hashes.note(file_entry(file.path, target.lstat()), file.sha256)
+
+
+class _Stoppable:
+    """A file that takes no more once `check` raises: an hour of download must not hold up the next epoch."""
+
+    def __init__(self, file: BinaryIO, check: Callable[[], None]) -> None:
+        self._file = file
+        self._check = check
+
+    def write(self, chunk: bytes) -> int:
+        self._check()
+        return self._file.write(chunk)
 
 
 def _is_locked(lock: BinaryIO) -> bool:

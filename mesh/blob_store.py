@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -44,6 +44,12 @@ ATOMIC_PROTOCOLS = frozenset(
 
 T = TypeVar("T")
 Progress = Callable[[], None]
+
+
+class Writable(Protocol):
+    """An open file, as far as it is needed here."""
+
+    def write(self, chunk: bytes, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +178,7 @@ class BlobStore:
 
         return self._limited(f"read {key}", work, expected=FileNotFoundError)
 
-    def get_file(self, key: str, target: BinaryIO) -> str:
+    def get_file(self, key: str, target: Writable) -> str:
         """Copies an object into an open file and returns its sha256.
 
         Raises FileNotFoundError when there is none; what writing the file raises comes as it is.
@@ -311,7 +317,7 @@ class _CallerError(Exception):
         self.error = error
 
 
-def _write_out(target: BinaryIO, chunk: bytes) -> None:
+def _write_out(target: Writable, chunk: bytes) -> None:
     try:
         target.write(chunk)
     except OSError as error:

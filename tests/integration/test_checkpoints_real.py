@@ -23,9 +23,9 @@ from agents.state_look import look, writers
 from coordinator.checkpoint_store import CheckpointStore, Written
 from coordinator.core.checkpoints import CommitCheckpoint
 from mesh import checkpoint
-from mesh.blob_store import BlobStore
+from mesh.blob_store import BlobStore, Writable
 from mesh.checkpoint_format import Part, RestoreReference, blob_key, part_key
-from mesh.errors import CheckpointError, CheckpointStoreError, StorageError
+from mesh.errors import CheckpointError, CheckpointStoreError, MeshError, StorageError
 from mesh.ids import Epoch, Rank, RunUid
 from mesh.reasons import Reason
 
@@ -262,6 +262,44 @@ async def test_a_manifest_that_is_missing_or_of_another_run_is_damaged(tmp_path:
             store.put_bytes(f"runs/{RUN}/checkpoints/000001.json", content)
         with pytest.raises(CheckpointError, match="manifest"):
             restore(reference, run=RUN, epoch=Epoch(2), rank=Rank(0), state_dir=state)
+
+
+@pytest.mark.parametrize("why", ["called off", "another is damaged"])
+async def test_a_large_download_ends_soon_when_it_is_of_no_use_any_more(tmp_path: Path, why: str) -> None:
+    """The next epoch's restore waits for it."""
+
+    class SlowStore(BlobStore):
+        """Gives the large file chunk by chunk, for ever; the small one is damaged once the large one is under way."""
+
+        chunks = 0
+
+        def get_file(self, key: str, target: Writable) -> str:
+            if key != large:
+                assert under_way.wait(20.0)
+                return "0" * 64
+            while self.chunks < 5000:
+                self.chunks += 1
+                target.write(b"x")
+                under_way.set()
+                if why == "called off":
+                    stop.set()
+                time.sleep(0.002)
+            return "0" * 64
+
+    with rig(tmp_path) as one:
+        (one.state / "a").write_bytes(b"w" * 1000)
+        (one.state / "b").write_bytes(b"v" * 1000)
+        part = one.next_part()
+        while {file.path for file in part.files} != {"a", "b"}:
+            part = one.next_part()
+        reference = await commit(one.store, part)
+    files = {file.path: file for file in part.files}
+    large = blob_key(RUN, files["b"].sha256)
+    store, stop, under_way = SlowStore(one.store.url), threading.Event(), threading.Event()
+    state = tmp_path / "replacement" / "state"
+    with pytest.raises(MeshError):
+        restore(reference, run=RUN, epoch=Epoch(2), rank=Rank(0), state_dir=state, store=store, stop=stop)
+    assert store.chunks < 5000
 
 
 @pytest.fixture
