@@ -9,18 +9,9 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Protocol
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvidedMachine:
-    """A machine that was acquired and has joined."""
-
-    name: str
-    address: str
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +25,7 @@ class MachineGone:
 class Provider(Protocol):
     """A set of machines."""
 
-    async def acquire(self, name: str) -> ProvidedMachine:
+    async def acquire(self, name: str) -> None:
         """Gets a machine and returns when it has joined.
 
         Raises:

@@ -14,9 +14,9 @@ import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
+from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
 from coordinator.deployment import MACHINES_MAX, GpuShape, Inventory, StateFolder, machine_name
-from coordinator.providers.base import MachineGone, ProvidedMachine
-from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
+from coordinator.providers.base import MachineGone
 from coordinator.ray_processes import RayProcesses
 from coordinator.warm_workers import WORKERS_READY
 from mesh.errors import PlacementError, SpecError
@@ -40,19 +40,19 @@ class LocalProvider:
         self._ray = ray
         self._gpu = gpu
         self._inventory: Inventory = state.read_inventory()
-        self._machines: dict[str, ProvidedMachine] = {}
-        """Those that have joined and are not known to be gone."""
+        self._machines: set[str] = set()
         self._losses: asyncio.Queue[MachineGone] = asyncio.Queue(LOSSES_UNSEEN_MAX)
         self._resizing = asyncio.Lock()
         self._noting = asyncio.Lock()
         self._wanted = 0
-        self._starting: dict[str, asyncio.Task[ProvidedMachine]] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}
         """Who asks for a machine that is being started gets that one."""
         self._starts = asyncio.Semaphore(STARTED_TOGETHER_MAX)
 
     @property
-    def machines(self) -> dict[str, ProvidedMachine]:
-        return dict(self._machines)
+    def machines(self) -> frozenset[str]:
+        """Those that have joined and are not known to be gone."""
+        return frozenset(self._machines)
 
     async def begin(self, count: int) -> None:
         """Brings up the machines of before, the first `count` of them, and new ones where there were fewer."""
@@ -106,22 +106,23 @@ class LocalProvider:
                 self._inventory = self._inventory.without(index)
             raise
 
-    async def acquire(self, name: str) -> ProvidedMachine:
+    async def acquire(self, name: str) -> None:
         if name in self._machines:
-            return self._machines[name]
+            return
         start = self._starting.get(name)
         if start is None:
             index = _index(name, self._inventory.indexes)
             start = asyncio.create_task(self._bring_up(index), name=f"start of {name}")
             self._starting[name] = start
             start.add_done_callback(lambda _: self._starting.pop(name, None))
-        return await asyncio.shield(start)
+        await asyncio.shield(start)
 
-    async def _bring_up(self, index: int) -> ProvidedMachine:
+    async def _bring_up(self, index: int) -> None:
         name = machine_name(index)
         async with self._starts:
             try:
-                self._machines[name] = machine = await self._start(index)
+                await self._start(index)
+                self._machines.add(name)
             except Exception as error:
                 try:
                     await self._forget(index)
@@ -132,7 +133,6 @@ class LocalProvider:
                     hint=getattr(error, "hint", ""),
                     reason=Reason.MACHINE_REFUSED,
                 ) from error
-        return machine
 
     async def stop(self) -> None:
         """Starts no machine any more. Those that run are Ray's to stop."""
@@ -141,11 +141,11 @@ class LocalProvider:
             start.cancel()
         await asyncio.gather(*starts, return_exceptions=True)
 
-    async def _start(self, index: int) -> ProvidedMachine:
-        name, address = machine_name(index), self._inventory.address(index)
+    async def _start(self, index: int) -> None:
+        name = machine_name(index)
         folder: Path = self._state.machines / name
         await asyncio.to_thread(folder.mkdir, mode=0o700, exist_ok=True)
-        hidden = {MACHINE_LABEL: name, ADDRESS_LABEL: address}
+        hidden = {MACHINE_LABEL: name, ADDRESS_LABEL: self._inventory.address(index)}
         resources: dict[str, float] = {SLOT_RESOURCE: 1, "CPU": max(os.cpu_count() or 1, WORKERS_READY)}
         if self._gpu is not None:
             hidden[GPU_TYPE_LABEL] = self._gpu.type
@@ -158,7 +158,6 @@ class LocalProvider:
             workers_ready=WORKERS_READY,
         )
         await self._ray.start_node(node)
-        return ProvidedMachine(name=name, address=address, labels=_labels())
 
     async def retire(self, name: str) -> None:
         """Ends a machine that was wanted back and is free. None comes in its place."""
@@ -172,8 +171,9 @@ class LocalProvider:
 
     async def node_lost(self, name: str, message: str) -> None:
         """The raylet of this name ended by itself, or Ray holds it for dead. May be told again."""
-        if self._machines.pop(name, None) is None:
+        if name not in self._machines:
             return
+        self._machines.remove(name)
         try:
             await self._forget(_index(name, self._inventory.indexes))
         finally:  # a note that cannot be written now holds up no replacement
@@ -189,9 +189,13 @@ class LocalProvider:
             yield await self._losses.get()
 
     async def release(self, name: str) -> None:
-        if self._machines.pop(name, None) is not None:
-            await self._forget(_index(name, self._inventory.indexes))
-        await self._ray.stop_node(name)
+        is_mine = name in self._machines
+        self._machines.discard(name)
+        try:
+            if is_mine:
+                await self._forget(_index(name, self._inventory.indexes))
+        finally:
+            await self._ray.stop_node(name)
 
     async def confirm(self, name: str) -> bool:
         return self._ray.pid_of(name) is None

@@ -244,3 +244,18 @@ async def test_a_machine_that_was_wanted_back_is_ended_and_none_comes_in_its_pla
         assert StateFolder(tmp_path).read_inventory().indexes == (2,)
         await one.lose("local-2")
         await one.until("local-3")
+
+
+async def test_a_machine_that_leaves_is_ended_though_it_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would come back to it: it is in no list any more."""
+
+    def fail(self: StateFolder, inventory: Inventory) -> None:
+        raise StorageError("the disk is full")
+
+    async with laptop(tmp_path, machines=2) as one:
+        monkeypatch.setattr(StateFolder, "write_inventory", fail)
+        with pytest.raises(StorageError):
+            await one.provider.retire("local-1")
+        assert one.raylets.running == {"local-2"}
