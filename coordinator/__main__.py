@@ -162,10 +162,10 @@ def _serve_claimed(
     from agents import ray_environment
     from agents.child import become_subreaper
     from agents.orphans import OrphanReaper
+    from agents.raylet import LOOPBACK
     from coordinator import daemon
     from coordinator.deployment import MACHINES_MAX, GpuShape
     from coordinator.listen import bind, checked_address, listen_default, parse_listen, url_of
-    from coordinator.ray_commands import LOOPBACK
     from mesh.deployment import CHECKPOINTS_VARIABLE, DB_VARIABLE
 
     machines, address = _checked_machines(options.machines, MACHINES_MAX), LOOPBACK

@@ -29,6 +29,7 @@ from enum import Enum
 from typing import Any
 
 from agents import chaos
+from agents.raylet import LOOPBACK
 from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
@@ -36,7 +37,6 @@ from coordinator.listen import url_of
 from coordinator.machine_keeper import MachineKeeper
 from coordinator.providers.joined import JoinedMachines
 from coordinator.providers.local import LocalProvider
-from coordinator.ray_commands import LOOPBACK
 from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
 from mesh import __version__
 from mesh.deployment import RECORD_NAME, DeploymentRecord, process_started, write_record

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from agents.raylet import HEAD_RESOURCE, LOOPBACK
 from coordinator.api.service import CoordinatorService, LogReader
-from coordinator.ray_commands import HEAD_RESOURCE, LOOPBACK
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, NotFoundError
 from mesh.messages import RAY_NAMESPACE
 from mesh.plan import Endpoint

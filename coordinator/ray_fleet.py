@@ -27,12 +27,12 @@ from ray.util.scheduling_strategies import (
 
 from agents.chaos import HarmOrder
 from agents.node import MemberNode
+from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL
 from agents.sweep import remove_run_here, sweep_here
 from coordinator import ray_harm, ray_notes
 from coordinator.core.events import Placement
 from coordinator.fleet import HeldMachine, MachineFacts, MemberGoneError, Shape, Waiting
 from coordinator.ray_call import ask_ray
-from coordinator.ray_commands import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL
 from coordinator.ray_groups import Key
 from coordinator.ray_reservations import RayReservations
 from coordinator.warm_workers import SpareWorkers

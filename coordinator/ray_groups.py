@@ -21,7 +21,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from coordinator.ray_commands import MACHINE_LABEL, SLOT_RESOURCE
+from agents.raylet import MACHINE_LABEL, SLOT_RESOURCE
 from mesh.ids import MachineName, RunUid
 
 _PREFIX = "gang"

@@ -5,13 +5,14 @@ Rules of this file:
    has its own ports, folders and token.
 2. A process that ends without having been stopped is told to `on_lost` once, with its exit code and the end of its log.
 3. A node is started when Ray's directory says that it is alive, and not before.
-4. Ray's interface that is not public is used here, in `ray_commands`, in `agents.raylet` and `agents.raylet_process`,
+4. Ray's interface that is not public is used here, in `agents.raylet` and `agents.raylet_process`,
    and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.child import Child, spawn
-from agents.raylet import HEAD_RESOURCE, LOOPBACK, RayNode, raylet_command
+from agents.raylet import HEAD_RESOURCE, LOOPBACK, NO_PORT, RayInstall, RayNode, raylet_command
 from agents.raylet_process import (
     NODE_ID_BYTES,
     RAYLET_GRACE_S,
@@ -32,7 +33,6 @@ from agents.raylet_process import (
     start_limit,
     until_alive,
 )
-from coordinator.ray_commands import gcs_command
 from mesh.errors import DeploymentError
 from mesh.reasons import Reason
 
@@ -111,7 +111,7 @@ class RayProcesses:
         await asyncio.to_thread(prepare, node)
         gcs = spawn(
             DIRECTORY_NAME,
-            gcs_command(self._install, node),
+            _gcs_command(self._install, node),
             environment=self._environment,
             log=node.logs / "gcs_server.start",
         )
@@ -215,6 +215,24 @@ class RayProcesses:
         if self._gcs is not None:
             self._stopping.add(self._gcs.name)
             await self._gcs.stop(grace_s=GCS_GRACE_S)
+
+
+def _gcs_command(install: RayInstall, node: RayNode) -> list[str]:
+    """The cluster's directory server, on a port of its own choice (it writes it into the session's folder)."""
+    return [
+        install.gcs_server,
+        f"--log_dir={node.logs}",
+        f"--config_list={base64.b64encode(b'{}').decode()}",
+        "--gcs_server_port=0",
+        f"--metrics-agent-port={NO_PORT}",
+        f"--node-ip-address={node.address}",
+        f"--session-name={node.session}",
+        f"--ray-commit={install.commit}",
+        f"--session-dir={node.folder}",
+        f"--node-id={node.node_id}",
+        f"--stdout_filepath={node.logs / 'gcs_server.out'}",
+        f"--stderr_filepath={node.logs / 'gcs_server.err'}",
+    ]
 
 
 async def _told_port(node: RayNode) -> int:

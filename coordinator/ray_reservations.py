@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 
 from ray.util.placement_group import PlacementGroup
 
+from agents.raylet import SLOT_RESOURCE
 from coordinator import ray_groups, ray_notes
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, Shape, Waiting, why_waiting
 from coordinator.machine_choice import Asked, Grant, choose, natural
 from coordinator.ray_call import ask_ray
-from coordinator.ray_commands import SLOT_RESOURCE
 from coordinator.ray_groups import Key
 from mesh.errors import MeshTimeoutError, TransportError
 from mesh.ids import MachineName, RunUid

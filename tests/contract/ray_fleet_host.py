@@ -102,8 +102,8 @@ class Host:
 
     async def reserve_half(self, uid: RunUid, reservation: int, machine: MachineName) -> None:
         """As a coordinator that died in the middle left it."""
+        from agents.raylet import SLOT_RESOURCE
         from coordinator import ray_groups
-        from coordinator.ray_commands import SLOT_RESOURCE
 
         key = ray_groups.Key(uid, reservation)
         await asyncio.to_thread(ray_groups.create_all, key, [machine], {SLOT_RESOURCE: 1})
