@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from itertools import chain, repeat
 from typing import Any
 
 from agents.chaos import HarmOrder
@@ -57,7 +58,7 @@ GIVE_BACK_LIMIT_S = 5.0
 """How long a delete waits for the machines of a run that has just ended."""
 
 FORGET_CHECKPOINTS_AGAIN_S = (1.0, 10.0, 60.0, 600.0)
-"""Pauses between the tries to remove a deleted run's checkpoints; then they are left, and the log says so."""
+"""Pauses between the tries to remove a deleted run's checkpoints; the last one again and again."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ class Coordinator:
         """Opens the journal, reads every run, and resumes what was under way."""
         await self._journal.open()
         await self._care.take_up(await self._journal.runs())
+        for uid in await self._journal.uncleared():
+            self._in_background(self._forget_checkpoints(uid), f"forget checkpoints of {uid}")
 
     async def stop(self) -> None:
         """Stops deciding; the gangs run on. Idempotent."""
@@ -308,7 +311,7 @@ class Coordinator:
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
             self._care.forget(driver.uid)
-            self._forget_checkpoints(driver.uid)
+            self._in_background(self._forget_checkpoints(driver.uid), f"forget checkpoints of {name}")
             clearing = self._in_background(self._clear_machines(driver.uid), f"clear machines of {name}")
             await asyncio.wait(
                 [clearing], timeout=GIVE_BACK_LIMIT_S
@@ -326,23 +329,18 @@ class Coordinator:
         task.add_done_callback(self._background.discard)
         return task
 
-    def _forget_checkpoints(self, uid: RunUid) -> None:
-        """In the background: a store that is away holds no delete up."""
-        store = self._checkpoints
-        if store is None:
-            return
-
-        async def forget() -> None:
-            for delay_s in (*FORGET_CHECKPOINTS_AGAIN_S, None):
-                try:
-                    await store.delete_run(uid)
-                    return
-                except MeshError as error:
-                    _log.warning("the checkpoints of run %s may still be in %s: %s", uid, store.url, error)
-                if delay_s is not None:
-                    await asyncio.sleep(delay_s)
-
-        self._in_background(forget(), f"forget checkpoints of {uid}")
+    async def _forget_checkpoints(self, uid: RunUid) -> None:
+        """In the background: a store that is away holds no delete up. The journal has it until it is done."""
+        delays_s = chain(FORGET_CHECKPOINTS_AGAIN_S, repeat(FORGET_CHECKPOINTS_AGAIN_S[-1]))
+        for delay_s in delays_s:
+            try:
+                if self._checkpoints is not None:
+                    await self._checkpoints.delete_run(uid)
+                await self._journal.cleared(uid)
+                return
+            except MeshError as error:
+                _log.warning("the checkpoints of the deleted run %s are still there: %s", uid, error)
+            await asyncio.sleep(delay_s)
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""

@@ -73,6 +73,14 @@ class Journal(Protocol):
         """Forgets a run: its name is free again, its events are gone, and so are the values of its variables."""
         ...
 
+    async def uncleared(self) -> list[RunUid]:
+        """Deleted runs whose checkpoints may still be in their store."""
+        ...
+
+    async def cleared(self, uid: RunUid) -> None:
+        """They are not any more."""
+        ...
+
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:
         """At most `limit` events with `seq > after`, by `seq`."""
         ...

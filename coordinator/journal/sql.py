@@ -60,6 +60,8 @@ _submitted = sa.Table(
 _whole_run = sa.select(_runs, _submitted.c.job, _submitted.c.plan).join_from(
     _runs, _submitted, _runs.c.uid == _submitted.c.uid, isouter=True
 )
+_uncleared = sa.Table("uncleared", _metadata, sa.Column("uid", sa.Text, primary_key=True))
+"""Deleted runs of which something is still outside the journal."""
 _is_live = _runs.c.deleted_at.is_(None)
 sa.Index("runs_live_name", _runs.c.name, unique=True, sqlite_where=_is_live, postgresql_where=_is_live)
 
@@ -203,7 +205,9 @@ class SqlJournal:
 
     async def delete_run(self, uid: RunUid, at: float) -> None:
         async with self._transaction() as connection:
-            await connection.execute(_runs.update().where(_runs.c.uid == uid).values(deleted_at=at))
+            deleting = _runs.update().where(_runs.c.uid == uid, _is_live).values(deleted_at=at)
+            if (await connection.execute(deleting)).rowcount:
+                await connection.execute(_uncleared.insert().values(uid=uid))
             is_its = _submitted.c.uid == uid
             found = (await connection.execute(sa.select(_submitted).where(is_its))).first()
             if found is not None:  # the rest stays, for a request that is repeated
@@ -213,6 +217,14 @@ class SqlJournal:
                 changed = _submitted.update().where(is_its)
                 await connection.execute(changed.values(job=json.dumps(job), plan=json.dumps(plan)))
             await connection.execute(_events.delete().where(_events.c.uid == uid))
+
+    async def uncleared(self) -> list[RunUid]:
+        async with self._transaction() as connection:
+            return [RunUid(row.uid) for row in await connection.execute(sa.select(_uncleared))]
+
+    async def cleared(self, uid: RunUid) -> None:
+        async with self._transaction() as connection:
+            await connection.execute(_uncleared.delete().where(_uncleared.c.uid == uid))
 
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:
         query = sa.select(_events).where(_events.c.seq > after).order_by(_events.c.seq).limit(limit)

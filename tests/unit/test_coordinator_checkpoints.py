@@ -52,6 +52,12 @@ class Away(BlobStore):
             raise CheckpointStoreError("The store is away.")
         super().create_bytes(key, data)
 
+    def remove_below(self, prefix: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise CheckpointStoreError("The store is away.")
+        super().remove_below(prefix)
+
 
 class Bench:
     """One coordinator at a time over one journal and one store; two machines and a spare one."""
@@ -221,5 +227,9 @@ async def test_what_is_not_kept_any_more_goes_from_the_store_and_all_of_it_with_
     await bench.until(lambda: bench.fleet.fences)
     for member in (zero, one):
         await bench.coordinator.report(MemberFenced(incarnation=member, at=time.time()))
+    bench.blobs.failures = 1
     await bench.coordinator.delete("a")
+    await bench.until(lambda: not bench.blobs.failures)
+    assert bench.blobs.list_below(place), "the store was away"
+    await bench.restart()
     await bench.until(lambda: bench.blobs.list_below(place) == [])
