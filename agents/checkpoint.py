@@ -76,6 +76,7 @@ class Checkpointer:
         store_url: the checkpoint store's.
         root: the process below which everything of the command is: its supervisor.
         doubt_s: see `agents.core.checkpointing`; longer than a command takes that gives up after a death.
+        is_left_behind: see `agents.core.checkpointing`.
         hashes: what a restore knows of the files already.
     """
 
@@ -89,6 +90,7 @@ class Checkpointer:
         listener: CheckpointListener,
         root: int | None = None,
         doubt_s: float = DOUBT_S,
+        is_left_behind: bool = False,
         hashes: Hashes | None = None,
         store: BlobStore | None = None,
         retry_first_s: float = RETRY_FIRST_S,
@@ -102,7 +104,7 @@ class Checkpointer:
         self._hashes = hashes or Hashes()
         self._retry_first_s = retry_first_s
         self._root = root
-        self._core = Checkpointing(doubt_s=doubt_s)
+        self._core = Checkpointing(doubt_s=doubt_s, is_left_behind=is_left_behind)
         self._inbox: queue.Queue[ce.CheckpointingEvent | None] = queue.Queue(INBOX_MAX)
         self._stop = threading.Event()
         self._finished = threading.Event()

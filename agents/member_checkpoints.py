@@ -120,6 +120,7 @@ class MemberCheckpoints:
             ),
             root=None if command is None else command.parent,
             doubt_s=max(DOUBT_S, 2 * self._order.plan.grace_period_s + 60.0),
+            is_left_behind=self._order.is_left_behind,
             hashes=None if self._restored is None else self._restored.hashes,
         )
         self._checkpointer.start()

@@ -120,6 +120,7 @@ class CoordinatorActor:
             # Where nothing is kept, nothing can be brought back: then each machine keeps what it has.
             is_clean_start=effect.is_clean_start and self._config.get("checkpoints") is not None,
             restore=effect.restore,
+            is_left_behind=effect.is_left_behind,
         )
 
     async def ping(self) -> bool:

@@ -280,6 +280,7 @@ class StoreLink:
 
     async def _compare(self, client: StoreClient, gang: Gang, *, from_start: bool) -> None:
         assert self._events is not None
+        gang = gang.snapshot()  # what comes while the store is asked is newer than its answer
         try:
             view = await self._look(client, gang, from_start=from_start)
         except RendezvousError as error:

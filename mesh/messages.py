@@ -47,6 +47,8 @@ class JoinOrder:
     """The state directory becomes exactly what `restore` says, empty without one. False before a command has ever run:
     then it is left as it is."""
     restore: RestoreReference | None = None
+    is_left_behind: bool = False
+    """The state directory is as a life of this rank before it, which did not end well, has left it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

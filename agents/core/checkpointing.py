@@ -82,6 +82,9 @@ class Checkpointing:
     """Decides for one rank in one epoch, from the start of its command. Starts with `begin`."""
 
     doubt_s: float = DOUBT_S
+    is_left_behind: bool = False
+    """The directory is as a life of the rank before this one has left it, which did not end well: what is in it at the
+    first look is in doubt."""
     _seen: Look | None = None
     _unsure: dict[str, set[ProcessKey]] = field(default_factory=dict)
     """Files that changed and were not seen closed since, each with who was seen to have it open."""
@@ -216,7 +219,8 @@ class Checkpointing:
                     doubtful[path] = self._doubtful[path]
                 continue
             writers = self._unsure.get(path, set()) | seen_open.get(path, set())
-            if died & writers if writers else died:
+            is_left = self.is_left_behind and before is None and path not in seen_open
+            if is_left or (died & writers if writers else died):
                 doubtful[path] = now + self.doubt_s
             elif has_changed or path in seen_open:
                 unsure[path] = writers

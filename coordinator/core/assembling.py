@@ -140,6 +140,7 @@ class Assembling(Seats):
             reservation=self.gang.seats[member.rank].reservation,
             is_clean_start=self.gang.may_have_run and member.instead_of is None,
             restore=self.gang.checkpoints.reference(),
+            is_left_behind=member.instead_of is not None,
         )
 
     # ---- machines come ----------------------------------------------------------------------------

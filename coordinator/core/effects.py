@@ -97,6 +97,8 @@ class OrderMember:
     is_clean_start: bool = False
     """A command of the run has run before: the state directory becomes what `restore` says."""
     restore: RestoreReference | None = None
+    is_left_behind: bool = False
+    """The rank starts again alone: it finds the state directory as a life that did not end well has left it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

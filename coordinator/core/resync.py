@@ -7,7 +7,8 @@ Rules of this file:
 3. Of a store that has not seen the epoch from its start, a lease that is not there tells nothing: its member is to
    be given one, which it renews or which lapses.
 4. A lease whose holder has no connection is a suspicion.
-5. A member that was admitted after the opening may not have taken its lease yet, and is left to come.
+5. The gang is as it was when the snapshot was asked for: a lease that was taken since is in neither.
+6. A member that was admitted after the opening may not have taken its lease yet, and is left to come.
 """
 
 from __future__ import annotations

@@ -386,6 +386,7 @@ class SimCoordinator:
             checkpoints="sim://" if self.world.saves else None,
             is_clean_start=effect.is_clean_start,
             restore=effect.restore,
+            is_left_behind=effect.is_left_behind,
         )
         answer = yield from self._ask(self.world.fleet.order(order, effect.reservation))
         if answer is GONE:

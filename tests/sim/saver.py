@@ -82,7 +82,7 @@ class SimSaver:
         self.directory = directory
         self.saving = saving
         self.is_closed = False
-        self.core = Checkpointing()
+        self.core = Checkpointing(is_left_behind=member.order.is_left_behind)
         self._saves = 0
         self._open: str | None = None
         """The file that the command writes now."""
@@ -98,6 +98,8 @@ class SimSaver:
         """The command runs: it saves, and its directory is looked at."""
         if self._is_writing:
             self.machine.after(self._until_save_s(), self._begin_save, process)
+        if self.directory.half:
+            self.machine.after(self.core.doubt_s, self._outlive, frozenset(self.directory.half), process)
         self._perform_all(self.core.begin(self.machine.clock()))
 
     def digest(self, entries: tuple[ce.Entry, ...]) -> str:
@@ -178,10 +180,17 @@ class SimSaver:
         digest = self.digest(self.directory.entries)
         self.world.truth.checkpoints.directory_is(self.member.incarnation, digest)
 
+    def _outlive(self, left: frozenset[str], process: SimProcess) -> None:
+        """A command that has gone on for so long does not need what it found half-written."""
+        if process.is_alive:
+            self.directory.half -= left
+
     def command_ended(self, *, ok: bool) -> None:
-        """Nothing of it runs any more. Who ends well has written what it began."""
-        if ok and (self._open is not None or self.directory.is_saving):
-            self._finish_save()
+        """Nothing of it runs any more. Who ends well has written what it began, and needs nothing else."""
+        if ok:
+            if self._open is not None or self.directory.is_saving:
+                self._finish_save()
+            self.directory.half.clear()
         self.directory.is_saving = False
         self._handle(ce.CommandEnded(ok=ok))
 

@@ -222,6 +222,7 @@ class StoreLine:
             return
 
     def _compare(self, gang: Gang, from_start: bool) -> Step[None]:
+        gang = gang.snapshot()
         try:
             view = yield from self._look(gang, from_start)
         except Down:

@@ -395,11 +395,10 @@ MUTANTS = (
         parts=Parts(trust=TrustsEveryStore),
         faults=mostly(
             {
-                Incident.STORE_RESTARTED: 2,
-                Incident.COORDINATOR_CRASHED: 1,
+                Incident.STORE_RESTARTED: 3,
+                Incident.RECLAIM: 2,
                 Incident.STORE_LINE_CUT: 2,
                 Incident.CUT_FROM_HEAD: 3,
-                Incident.CANCEL: 1,
             },
             at_most=10,
             incidents_in=(RunState.ASSEMBLING,),

@@ -293,8 +293,9 @@ _IN_AN_EPOCH = (RunState.ASSEMBLING, RunState.STARTING, RunState.RUNNING, RunSta
 
 
 def _is_restart(before: Gang, after: Gang) -> bool:
-    """An epoch ended, and the run goes on; a tried-again assembly is none."""
-    if before.state not in _IN_AN_EPOCH:
+    """An epoch ended, and the run goes on; an assembly that is tried again, from an earlier checkpoint too, is none."""
+    is_retry = before.outcome is not None and before.outcome.kind is OutcomeKind.RETRY_ASSEMBLY
+    if before.state not in _IN_AN_EPOCH or is_retry:
         return False
     if after.state is RunState.PENDING:
         return after.assemblies == 0

@@ -192,6 +192,19 @@ def test_a_command_that_outlives_a_death_for_long_did_not_need_it() -> None:
     assert len(bench.parts) == 1
 
 
+def test_what_a_life_that_ended_badly_has_left_is_not_taken_before_it_is_written_again() -> None:
+    """Seed 146 of runs that save, with RestartRank: half a file of the life before was taken for whole."""
+    bench = Bench()
+    bench.core = Checkpointing(is_left_behind=True)
+    bench.see(file("model.pt"))
+    bench.perform(bench.core.begin(bench.now))
+    bench.wait(SETTLE_S + 10)
+    assert bench.parts == []
+    bench.see(file("model.pt", size=9))
+    bench.wait(SETTLE_S + 10)
+    assert len(bench.parts) == 1
+
+
 def test_a_save_of_the_helper_under_way_is_waited_for() -> None:
     bench = Bench()
     bench.see(file("a"), is_saving=True)

@@ -184,6 +184,7 @@ def test_the_others_are_not_touched_and_the_rank_keeps_its_machine_and_its_folde
     (order,) = [e for e in life.admit(1) if isinstance(e, OrderMember)]
     assert order.incarnation == admission.incarnation and order.machine == first.machine
     assert not order.is_clean_start, "the state directory is left as it is"
+    assert order.is_left_behind, "and may be half-written"
     life.start(1)
     gang = life.core.gang
     assert gang.members[Rank(0)] == other and gang.epoch == 1 and gang.state is RunState.RUNNING

@@ -155,6 +155,31 @@ async def test_a_coordinator_that_came_back_believes_a_store_that_did_not_have_t
         assert await link.close_barrier(UID, EPOCH) is False
 
 
+async def test_who_takes_its_lease_while_the_store_is_asked_is_not_taken_for_gone(
+    store: ListeningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 1015801: its report overtook the snapshot, which is older. Five seconds later it was given up, alive."""
+    ears = Ears(gang_of(MemberPhase.ORDERED, barrier_open=False))
+    async with Line(store, ears) as link:
+        await insist(link, is_new=True)
+    is_asked = asyncio.Event()
+    snapshot = StoreClient.snapshot
+
+    async def overtaken(client: StoreClient, gang: RunUid) -> ms.GangSnapshot:
+        answer = await snapshot(client, gang)
+        for rank, member in list(ears.gang.members.items()):
+            ears.gang.members[rank] = replace(member, phase=MemberPhase.REGISTERED)
+        is_asked.set()
+        return answer
+
+    monkeypatch.setattr(StoreClient, "snapshot", overtaken)
+    async with Line(store, ears) as link:
+        async with asyncio.timeout(DEADLINE_S):
+            await is_asked.wait()
+        await insist(link, is_new=False)
+        assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
+
+
 async def test_a_coordinator_that_came_back_does_not_believe_that_a_barrier_never_opened(
     store: ListeningStore,
 ) -> None:
