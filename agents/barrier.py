@@ -5,6 +5,7 @@ Rules of this file:
 2. Only an answer that cannot change ends the wait (an older epoch, a payload that is too large). Whoever waits is
    ended by its fence or by its lease, never by a clock of its own; so a lease that the store does not know (it has
    just been restarted) is waited for as well.
+3. A wait may last for minutes. Its connection is kept alive, and one on which nothing is answered is made anew.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from mesh.store.client import StoreClient
 
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 1.0
+ALIVE_S = 10.0
+"""Between two signs of life on the connection of a wait: a middlebox forgets one that is idle, after a minute or so."""
+ALIVE_LIMIT_S = 5.0
 PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
 
 _log = logging.getLogger(__name__)
@@ -58,7 +62,15 @@ async def _ask(order: JoinOrder, payload: bytes) -> tuple[bytes, ...]:
     """One connection: closed when the answer is there, or when the caller does not want it any more."""
     me = order.incarnation
     client = await StoreClient.connect(order.store)
+    arriving = asyncio.create_task(
+        client.arrive(me.run_uid, me.epoch, me.rank, me.token, payload=payload, timeout_s=None),
+        name=f"arrival of {me}",
+    )
     try:
-        return await client.arrive(me.run_uid, me.epoch, me.rank, me.token, payload=payload, timeout_s=None)
+        while not (await asyncio.wait([arriving], timeout=ALIVE_S))[0]:
+            await client.ping(timeout_s=ALIVE_LIMIT_S)
+        return arriving.result()
     finally:
+        arriving.cancel()
+        await asyncio.gather(arriving, return_exceptions=True)
         client.abort()

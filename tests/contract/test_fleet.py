@@ -105,6 +105,7 @@ def _begin(work: Any) -> asyncio.Task[Any]:
 async def test_two_gangs_of_two_on_three_machines_never_hold_half_each(
     stage: Stage, asker: MakeAsker
 ) -> None:
+    """Case 11."""
     first, second = asker(), asker()
     tasks = {_begin(first.reserve(2)): first, _begin(second.reserve(2)): second}
     done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=LIMIT_S)

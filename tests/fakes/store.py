@@ -77,6 +77,8 @@ class FakeStore:
         match message:
             case ms.Hello():
                 self._send(writer, ms.Welcome(message.id, "fake", ms.Role.MEMBER))
+            case ms.Ping():
+                self._send(writer, ms.Done(message.id))
             case ms.GrantLease():
                 self.leases.add(message.rank)
                 self._send(writer, ms.Done(message.id))

@@ -171,6 +171,14 @@ class Host:
                 found.append(line)
         return found
 
+    def connected_ports(self, process: psutil.Process) -> set[int]:
+        """This side's ports of the connections that the process has."""
+        table = call(
+            "ip", "netns", "exec", self.network.namespace(self.name), "ss", "-Htnp", "state", "established"
+        )
+        lines = [line for line in table.splitlines() if f"pid={process.pid}," in line]
+        return {int(line.split()[2].rpartition(":")[2]) for line in lines}
+
     # ---- faults -----------------------------------------------------------------------------------
 
     def cut(self) -> None:

@@ -62,6 +62,34 @@ def test_a_silence_that_is_shorter_than_a_lease_changes_nothing(lab: Lab, fault:
 
 
 @pytest.mark.soak
+def test_a_middlebox_that_forgets_the_connection_of_a_lease_costs_no_lease(lab: Lab) -> None:
+    """Case 14: what is sent on it is dropped without a word, both ways. The keeper makes another one in time."""
+    beacon = lab.running_beacon("--nodes", "2")
+    host = lab.host_of(beacon.name, 1)
+    [keeper] = host.processes("keeper.py")
+    [forgotten] = host.connected_ports(keeper)
+    words = [
+        "add table inet forgets",
+        "add chain inet forgets out { type filter hook output priority 0 ; }",
+        "add chain inet forgets in { type filter hook input priority 0 ; }",
+        f"add rule inet forgets out tcp sport {forgotten} drop",
+        f"add rule inet forgets in tcp dport {forgotten} drop",
+    ]
+    try:
+        for line in words:
+            done = host.run("nft", line)
+            assert done.returncode == 0, done.stdout
+        wait_until(
+            lambda: host.connected_ports(keeper) - {forgotten}, "another connection", limit_s=LEASE_TTL_S * 3
+        )
+        time.sleep(2 * LEASE_TTL_S)  # the fault's length
+        lab.running(beacon.name)
+        unharmed(lab, beacon)
+    finally:
+        host.run("nft", "delete table inet forgets")
+
+
+@pytest.mark.soak
 def test_a_store_that_stands_still_for_longer_than_a_lease_costs_no_machine_and_no_budget(lab: Lab) -> None:
     """The ranks end by themselves. The coordinator, which lives, hears nothing of the store either."""
     beacon = lab.running_beacon("--nodes", "3")
