@@ -16,7 +16,9 @@ from agents.raylet import RAY_SETTINGS
 MARK = "GANGMESH_DEPLOYMENT"
 """On every process of a deployment: its id. See `coordinator.leftovers`."""
 KEPT_VARIABLES = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "TMPDIR", "TZ", "USER"})
-KEPT_PREFIXES = ("GANGMESH_", "LC_")
+STORE_PREFIXES = ("AWS_", "AZURE_", "FSSPEC_", "GOOGLE_")
+"""Where the packages behind a checkpoint store read their credentials and endpoints: members and coordinator ask it."""
+KEPT_PREFIXES = ("GANGMESH_", "LC_", *STORE_PREFIXES)
 NEVER_KEPT = frozenset({"GANGMESH_TOKEN", "GANGMESH_URL", "GANGMESH_DB", FOLDER_VARIABLE})
 _INSTALLED = ("site-packages", "dist-packages")
 

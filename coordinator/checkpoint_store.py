@@ -23,11 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
-from mesh.blob_store import BlobStore, ObjectFact
+from mesh.blob_store import BlobStore, ObjectFact, shown
 from mesh.checkpoint_format import (
     MANIFEST_BYTES_MAX,
     FileKind,
@@ -43,7 +44,7 @@ from mesh.checkpoint_format import (
     parts_key,
     run_key,
 )
-from mesh.errors import CheckpointError
+from mesh.errors import CheckpointError, CheckpointStoreError
 from mesh.ids import Rank, RunUid
 
 PART_GRACE_S = 60.0
@@ -104,7 +105,11 @@ class CheckpointStore:
         """Of each run that was committed or cleaned and is not deleted."""
 
     async def check(self) -> None:
-        """Writes, reads and removes a small object. Raises CheckpointStoreError when that is not possible."""
+        """Writes, reads and removes a small object. Raises CheckpointStoreError when that is not possible.
+
+        A store that lets somebody create an object that is there already (S3 servers that do not know conditional
+        writes) is refused: a member of an older epoch could publish in it.
+        """
         await self._in_thread(self.check_now)
 
     async def commit(self, run: RunUid, wish: CommitCheckpoint) -> Written | Lacking:
@@ -138,8 +143,18 @@ class CheckpointStore:
         """`check`, blocking."""
         key = f"checks/{secrets.token_hex(8)}"
         self._blobs.create_bytes(key, b"gangmesh")
-        self._blobs.get_bytes(key, bytes_max=64)
-        self._blobs.remove([key])
+        try:
+            self._blobs.get_bytes(key, bytes_max=64)
+            with suppress(FileExistsError):
+                self._blobs.create_bytes(key, b"another")
+                raise CheckpointStoreError(
+                    f"The checkpoint store {shown(self.url)} overwrites an object that was to be created once.",
+                    hint="It does not know conditional writes (If-None-Match). Take another one, or a shared folder.",
+                    url=shown(self.url),
+                    may_pass=False,
+                )
+        finally:
+            self._blobs.remove([key])
 
     def _commit(self, run: RunUid, wish: CommitCheckpoint) -> Written | Lacking:
         parts: dict[str, Part] = {}

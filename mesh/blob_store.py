@@ -80,9 +80,9 @@ class BlobStore:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **(options or {}))
         except (ImportError, ValueError, OSError) as error:
             raise CheckpointStoreError(
-                f"The checkpoint store {_shown(self.url)} cannot be used: {error}.",
+                f"The checkpoint store {shown(self.url)} cannot be used: {error}.",
                 hint="Give a URL that fsspec knows, and install what it needs (s3fs for s3://, gcsfs for gs://).",
-                url=_shown(self.url),
+                url=shown(self.url),
             ) from error
         self._root = self._root.rstrip("/")
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
@@ -300,10 +300,10 @@ class BlobStore:
     ) -> CheckpointStoreError:
         hint = "Free some space there." if reason is Reason.STORAGE_FULL else ""
         error = CheckpointStoreError(
-            f"The checkpoint store {_shown(self.url)} could not {what}: {why.rstrip('.')}.",
+            f"The checkpoint store {shown(self.url)} could not {what}: {why.rstrip('.')}.",
             hint=hint,
             reason=reason,
-            url=_shown(self.url),
+            url=shown(self.url),
             may_pass=retryable,
         )
         error.__cause__ = cause
@@ -401,9 +401,9 @@ def normal_url(url: str) -> str:
         )
     if urlsplit(text).password:
         raise CheckpointStoreError(
-            f"The URL of the checkpoint store {_shown(text)} has a password in it, and URLs are shown.",
+            f"The URL of the checkpoint store {shown(text)} has a password in it, and URLs are shown.",
             hint="Leave it out; give it in the environment or the file that the store's package reads.",
-            url=_shown(text),
+            url=shown(text),
         )
     if "://" not in text:
         text = f"file://{Path(text).expanduser().absolute()}"
@@ -414,11 +414,11 @@ def split_manifest_uri(uri: str) -> tuple[str, str]:
     """The store's URL and the manifest's key."""
     base, mark, rest = uri.rpartition("/runs/")
     if not mark:
-        raise CheckpointError(f"{_shown(uri)} is no manifest of a gang checkpoint.")
+        raise CheckpointError(f"{shown(uri)} is no manifest of a gang checkpoint.")
     return base, f"runs/{rest}"
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Without a password or a query, which may be a signature."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]

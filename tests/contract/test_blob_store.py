@@ -1,4 +1,4 @@
-"""What every checkpoint store must do, over file:// and memory://."""
+"""What every checkpoint store must do, over file://, memory:// and s3:// (a server on this host)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ import pytest
 from mesh import blob_store
 from mesh.blob_store import BlobStore, from_caller
 from mesh.errors import CheckpointError, CheckpointStoreError
+from tests.s3_fixture import s3_store
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobStore]:
     if request.param == "file":
         yield BlobStore(f"file://{tmp_path}/sto re")
+        return
+    if request.param == "s3":
+        yield s3_store(request.getfixturevalue("s3_server"))
         return
     made = BlobStore(f"memory://{secrets.token_hex(8)}/store")
     yield made

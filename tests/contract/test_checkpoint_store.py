@@ -1,4 +1,4 @@
-"""The store of gang checkpoints, over file:// and memory://: whole or not committed, and cleaned with care."""
+"""The store of gang checkpoints, over file://, memory:// and s3://: whole or not committed, and cleaned with care."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from mesh.blob_store import BlobStore, split_manifest_uri
 from mesh.checkpoint_format import FileKind, FileRecord, Manifest, Part, blob_key, part_key
 from mesh.errors import CheckpointError, CheckpointStoreError
 from mesh.ids import Epoch, RunUid
+from tests.s3_fixture import s3_store
 
 RUN = RunUid("0123456789abcdef")
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", "s3"])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobStore]:
-    url = f"file://{tmp_path}/s" if request.param == "file" else f"memory://{secrets.token_hex(8)}"
-    store = BlobStore(url)
+    if request.param == "s3":
+        store = s3_store(request.getfixturevalue("s3_server"))
+    else:
+        url = f"file://{tmp_path}/s" if request.param == "file" else f"memory://{secrets.token_hex(8)}"
+        store = BlobStore(url)
     yield store
     store.remove_below("")
 
@@ -189,6 +193,16 @@ async def test_a_store_is_tried_before_it_is_used(
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointStoreError, match="could not create"):
         await CheckpointStore(str(tmp_path / "file")).check()
+
+
+async def test_a_store_that_creates_an_object_twice_is_refused(
+    store: CheckpointStore, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An S3 server that passes over the condition of a write: in it a ghost could publish."""
+    monkeypatch.setattr(blobs, "create_bytes", blobs.put_bytes)
+    with pytest.raises(CheckpointStoreError, match="overwrites"):
+        await store.check()
+    assert blobs.list_below("") == []
 
 
 async def test_a_commit_during_the_cleaning_publishes_nothing_that_is_being_removed(

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.real_mesh import RealMesh, real_mesh
+from tests.s3_fixture import s3_server
+
+__all__ = ["s3_server"]
 
 
 @pytest.fixture(scope="package")

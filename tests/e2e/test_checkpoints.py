@@ -12,7 +12,8 @@ from mesh import checkpoint
 from mesh.blob_store import BlobStore, split_manifest_uri
 from mesh.checkpoint_format import Manifest, blob_key
 from mesh.ids import RunUid
-from tests.e2e.real_mesh import RealMesh, wait_until
+from tests.e2e.real_mesh import RealMesh, real_mesh, wait_until
+from tests.s3_fixture import new_bucket, s3_environment
 
 pytestmark = pytest.mark.ray
 
@@ -146,3 +147,31 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_the_run_says
     uid = run["metadata"]["uid"]
     mesh.call("DELETE", f"/v1/runs/{name}")
     wait_until(lambda: not store.list_below(f"runs/{uid}"), "its checkpoints to go with the run")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.long
+def test_a_run_goes_on_from_a_bucket(tmp_path: Path, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract suites have the rest of what a checkpoint store on S3 does; here everything finds its way to it."""
+    for name, value in s3_environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{new_bucket(s3_server)}/check points"
+    with real_mesh(tmp_path, "--machines", "3", "--checkpoints", url) as mesh:
+        script = mesh.script("zero_saves.py", RANK_ZERO_SAVES)
+        end = mesh.gate("end")
+        run_name = mesh.submit(
+            "--nodes", "2", "--", "python", str(script), str(mesh.gate("second")), str(end)
+        )
+        mesh.running(run_name)
+        first = wait_until(lambda: committed(mesh, run_name), "a commit", limit_s=RECOVERY_LIMIT_S)
+        assert first["uri"].startswith(url)
+        mesh.raylet(machine_of(mesh, run_name, 0)).kill()
+        wait_until(
+            lambda: "found first" in mesh.printed(run_name, 0), "rank 0 to go on", limit_s=RECOVERY_LIMIT_S
+        )
+        mesh.gate("second").touch()
+        end.touch()
+        run = mesh.ended(run_name, limit_s=RECOVERY_LIMIT_S)
+        assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", 2)
+        mesh.call("DELETE", f"/v1/runs/{run_name}")
+        wait_until(lambda: BlobStore(url).list_below("runs") == [], "its checkpoints to go with the run")

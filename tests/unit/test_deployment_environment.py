@@ -34,6 +34,18 @@ def test_ray_gets_none_of_the_users_own() -> None:
     assert made["PATH"] == "/usr/bin"
 
 
+def test_whoever_asks_the_checkpoint_store_has_its_credentials() -> None:
+    theirs = {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_ENDPOINT_URL": "http://s3",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/g.json",
+    }
+    made = ray_environment(
+        {**USER, **theirs}, token_file=Path("/s/ray-token"), deployment_id="abc", source=None
+    )
+    assert theirs.items() <= made.items()
+
+
 def test_an_installed_package_needs_no_path() -> None:
     made = ray_environment(USER, token_file=Path("/s/ray-token"), deployment_id="abc", source=None)
     assert "PYTHONPATH" not in made
