@@ -225,9 +225,9 @@ class Lab(RealMesh):
 
     # ---- runs ---
 
-    def beacon(self, *options: str, text: str = BEACON) -> Beacon:
+    def beacon(self, *options: str, text: str = BEACON, name: str | None = None) -> Beacon:
         """Submits a run whose ranks say every 10 ms that they are alive, until `finish`; or one of another script."""
-        name = self.new_name()
+        name = name or self.new_name()
         folder = self.work / name
         folder.mkdir()
         script = self.script(f"{name}.py", text)
