@@ -70,6 +70,15 @@ def test_a_core_imports_nothing_that_acts_not_even_inside_a_function(path: Path)
     assert imported(path) - PURE == set()
 
 
+def test_whoever_gets_the_coordinators_handle_imports_nothing_of_what_it_is_made_of() -> None:
+    """Ray loads an actor's class wherever its handle is got by name: in every member, while its gang waits for it."""
+    code = "import sys, coordinator.actor; print(*(m for m in sys.modules if m.startswith(('coordinator.', 'sql'))))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert ended.stdout.split() == ["coordinator.actor"], ended.stderr
+
+
 def test_what_the_supervisor_runs_is_of_the_standard_library() -> None:
     """Followed from file to file: siblings are loaded by path (`agents` is for type checkers only)."""
     waiting, seen = ["supervisor"], set[str]()

@@ -1,0 +1,135 @@
+"""What the coordinator's actor runs: makes the parts, hands them to `Coordinator`, and passes calls on.
+
+The actor around it is `coordinator.actor.CoordinatorActor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, cast
+
+import ray
+
+from coordinator.checkpoint_store import CheckpointStore
+from coordinator.coordinator import Coordinator
+from coordinator.core.effects import OrderMember
+from coordinator.journal import SqlJournal
+from coordinator.ray_fleet import RayFleet
+from coordinator.store_link import StoreLink
+from coordinator.warm_workers import warm
+from mesh.errors import InternalError, MeshError, StorageError
+from mesh.messages import JoinOrder, MemberReport
+from mesh.plan import Endpoint, RunPlan
+from mesh.states import Transport
+
+START_AGAIN_S = 2.0
+
+_SERVED = frozenset(
+    {
+        "submit",
+        "get_run",
+        "list_runs",
+        "cancel",
+        "suspend",
+        "resume",
+        "reclaim",
+        "chaos",
+        "delete",
+        "list_attempts",
+        "list_machines",
+        "events",
+        "status",
+        "shutdown",
+    }
+)
+
+_log = logging.getLogger(__name__)
+
+
+class ServingCoordinator:
+    """One life of the coordinator, in its actor.
+
+    Args:
+        config: `db` (URL), `namespace`, `store_admin`, `store_member`, `logs` (Endpoints), `member` (what each
+            MemberNode is constructed with), `checkpoints` (URL of their store, optional), `deployment`
+            (facts for status).
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._config = config
+        self._fleet = RayFleet(
+            namespace=config["namespace"],
+            member_config=config["member"],
+            used_by=lambda: self._coordinator.used_by(),
+        )
+        self._store = StoreLink(config["store_admin"], on_new_store=self._warm_head)
+        self._warming: asyncio.Task[None] | None = None
+        checkpoints = config.get("checkpoints")
+        self._coordinator = Coordinator(
+            journal=SqlJournal(config["db"]),
+            fleet=self._fleet,
+            store=self._store,
+            join_order=self._join_order,
+            deployment=config["deployment"],
+            checkpoints=None if checkpoints is None else CheckpointStore(checkpoints),
+        )
+        self._started = asyncio.ensure_future(self._start())
+
+    async def _start(self) -> None:
+        """One that Ray restarted has gangs to look after: a journal that cannot be opened now is waited for."""
+        while True:
+            try:
+                await self._coordinator.start()
+                break
+            except StorageError as error:
+                if not ray.get_runtime_context().was_current_actor_reconstructed:
+                    raise  # whoever made the deployment is told
+                _log.error("the journal cannot be read, trying again in %g s: %s", START_AGAIN_S, error)
+            await asyncio.sleep(START_AGAIN_S)
+        self._store.start(self._coordinator)
+        _log.info("the coordinator serves")
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._warm_head()
+
+    def _warm_head(self) -> None:
+        """The head's spare worker has become a store or a coordinator: the next death shall find one as well."""
+        node_id = ray.get_runtime_context().get_node_id()
+        self._warming = asyncio.create_task(asyncio.to_thread(warm, [node_id], workers=1), name="warm head")
+
+    def _join_order(self, plan: RunPlan, effect: OrderMember) -> JoinOrder:
+        return JoinOrder(
+            incarnation=effect.incarnation,
+            plan=plan,
+            machine=effect.machine,
+            store=cast(Endpoint, self._config["store_member"]),
+            logs=cast(Endpoint, self._config["logs"]),
+            transport=Transport.PRIVATE,
+            checkpoints=self._config.get("checkpoints"),
+            # Where nothing is kept, nothing can be brought back: then each machine keeps what it has.
+            is_clean_start=effect.is_clean_start and self._config.get("checkpoints") is not None,
+            restore=effect.restore,
+            is_left_behind=effect.is_left_behind,
+        )
+
+    async def ping(self) -> bool:
+        """True once the journal has been read and everything under way goes on. Raises what `start` raised."""
+        await asyncio.shield(self._started)
+        return True
+
+    async def report(self, report: MemberReport) -> bool:
+        """A member's report; True when it is durable and needs not be repeated."""
+        await asyncio.shield(self._started)
+        return await self._coordinator.report(report)
+
+    async def serve(self, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+        """One call of the CoordinatorService."""
+        if method not in _SERVED:
+            return False, InternalError(f"The coordinator has no method '{method}'.").to_wire()
+        try:
+            await asyncio.shield(self._started)
+            return True, await getattr(self._coordinator, method)(*arguments)
+        except MeshError as error:
+            return False, error.to_wire()
