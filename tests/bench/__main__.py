@@ -4,9 +4,10 @@ A benchmark is a module `tests/bench/<name>_bench.py` with
 
     def run(quick: bool) -> list[dict[str, object]]
 
-Each row has `name`, `ours`, `theirs`, `ratio`, `unit`, `target` and `ok`. `ours` and `theirs` are figures of the same
-run on the same machine (None where there is nothing to compare with); `ratio` says what the target is about; `ok` is
-whether the target was met, None when there is none. The exit code is 0 when every target was met, 1 when one was
+Each row has `name`, `ours`, `theirs`, `ratio`, `unit`, `target` and `ok`, and may have `n` (rounds) and `worst` (of
+ours). `ours` and `theirs` are figures of the same run on the same machine (None where nothing is compared), medians
+where there are rounds; `ratio` says what the target is about; `ok` is whether the target was met, None when
+there is none. The exit code is 0 when every target was met, 1 when one was
 missed, and 2 when a benchmark could not be run.
 
 Figures depend on the machine; the ratios are what to look at. Nothing here is part of the tests.
@@ -29,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
-COLUMNS = ("name", "ours", "theirs", "ratio", "unit", "target", "ok")
+COLUMNS = ("name", "ours", "theirs", "ratio", "n", "worst", "unit", "target", "ok")
+OPTIONAL = ("n", "worst")
+NUMBERS = ("ours", "theirs", "ratio", "n", "worst")
 
 
 def available() -> list[str]:
@@ -44,7 +47,8 @@ def load(name: str) -> Callable[[bool], list[Row]]:
 
 
 def check(row: Row, *, benchmark: str) -> Row:
-    """The row as it is; ValueError when a column is missing or one too many is there."""
+    """The row with every column; ValueError when a column is missing or one too many is there."""
+    row = {**dict.fromkeys(OPTIONAL), **row}
     if set(row) != set(COLUMNS):
         raise ValueError(f"{benchmark}: a row has {sorted(row)}, not {sorted(COLUMNS)}")
     return row
@@ -64,7 +68,7 @@ def figure(value: object) -> str:
 def print_table(rows: Sequence[Row], console: Console) -> None:
     table = Table(title=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     for column in COLUMNS:
-        table.add_column(column, justify="right" if column in ("ours", "theirs", "ratio") else "left")
+        table.add_column(column, justify="right" if column in NUMBERS else "left")
     for row in rows:
         style = "red" if row["ok"] is False else None
         table.add_row(*(figure(row[column]) for column in COLUMNS), style=style)

@@ -21,6 +21,7 @@ import psutil
 
 import mesh
 from mesh.client import MeshClient
+from tests.bench.real_runs import free_port
 
 FIRST_LINE = "import time; print('first', time.time(), flush=True)\n"
 OBEYS = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)\n"
@@ -93,7 +94,7 @@ def _last_first_line(output: str) -> float:
 
 def _bare(script: Path) -> float:
     """The same by hand: two torchruns that meet on loopback."""
-    port = str(_free_port())
+    port = str(free_port())
     started = time.time()
     launchers = [
         subprocess.Popen(
@@ -108,14 +109,6 @@ def _bare(script: Path) -> float:
     ]  # fmt: skip
     output = "".join(launcher.communicate(timeout=LIMIT_S)[0] for launcher in launchers)
     return _last_first_line(output) - started
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _warm(folder: Path, script: Path, rounds: int) -> tuple[list[float], list[float], list[float]]:
