@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 from mesh.errors import AuthenticationError, RemoteProtocolError
 from mesh.ids import MachineName
 from mesh.net.channel import Channel, ChannelClosed
+from mesh.net.clock import is_skewed, skew_text, wall_clock
 from mesh.net.gate import WAIT_MAX_S, Refused
 from mesh.net.greeting import read_frame
 from mesh.net.identity import MachineIdentity, PeerCertificate
@@ -111,7 +112,7 @@ class Dialler:
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
                 await channel.handshake()
             peer = peer_certificate(channel.tls)
-            self._check_peer(peer, MachineIdentity(deployment=self._deployment, machine=name))
+            await self._check_peer(channel, peer, name)
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await channel.write(encode_preface(preface))
                 answer = decode_answer(await read_frame(channel))
@@ -122,14 +123,27 @@ class Dialler:
         check_answer(name, answer)
         return Dialled(channel=channel, peer=peer)
 
-    def _check_peer(self, peer: PeerCertificate, meant: MachineIdentity) -> None:
-        if peer.identity != meant:
-            raise DialRefused(
-                Refusal.PEER_NOT_TRUSTED, f"{meant.machine} was dialled, {peer.identity.uri} answered."
-            )
+    async def _check_peer(self, channel: Channel, peer: PeerCertificate, name: MachineName) -> None:
+        if peer.identity != MachineIdentity(deployment=self._deployment, machine=name):
+            raise DialRefused(Refusal.PEER_NOT_TRUSTED, f"{name} was dialled, {peer.identity.uri} answered.")
         refused = self._check(peer)
-        if refused is not None:
-            raise DialRefused(refused.reason, refused.message)
+        if refused is None:
+            return
+        if refused.reason in (Refusal.EXPIRED, Refusal.NOT_YET_VALID):
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                theirs = await _ask_time(channel, name)
+            ours = wall_clock()
+            if is_skewed(ours=ours, theirs=theirs):
+                clock = skew_text(ours=ours, theirs=theirs, them=name)
+                raise DialRefused(Refusal.CLOCK_SKEW, f"{refused.message} {clock}")
+        raise DialRefused(refused.reason, refused.message)
+
+
+async def _ask_time(channel: Channel, name: MachineName) -> float:
+    """What time it is at a gateway: asks for a service that none offers. Raises as `Channel` and the preface do."""
+    nothing = Preface(machine=name, member=None, port=1, clock=wall_clock())
+    await channel.write(encode_preface(nothing))
+    return decode_answer(await read_frame(channel)).clock
 
 
 def check_answer(name: MachineName, answer: Answer) -> None:

@@ -81,7 +81,9 @@ class Gate:
         """A new epoch, or the same one with a replaced member. Raises FencedError for an older one."""
         self.raise_floor(roster.run, roster.epoch)
         self.rosters[roster.run] = roster
-        self.hosted.setdefault(roster.run, {})
+        here = {place.rank for place in roster.members if place.machine == self.machine}
+        before = self.hosted.get(roster.run, {})
+        self.hosted[roster.run] = {rank: where for rank, where in before.items() if rank in here}
 
     def host(self, run: RunUid, epoch: Epoch, rank: Rank, *, deliver_to: tuple[str, ...]) -> None:
         """This rank is up here. Raises FencedError when its epoch is not the roster's or its place another machine."""

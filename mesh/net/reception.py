@@ -21,7 +21,7 @@ from mesh.net.clock import wall_clock
 from mesh.net.dialling import Leg, connect
 from mesh.net.gate import WAIT_MAX_S, Admitted, Gate, NotYet, Refused
 from mesh.net.greeting import greet, read_frame
-from mesh.net.identity import PeerCertificate
+from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
 from mesh.net.preface import (
     Answer,
     Preface,
@@ -31,7 +31,7 @@ from mesh.net.preface import (
 )
 from mesh.net.refusals import Refusal
 from mesh.net.sockets import prepare, reset
-from mesh.net.streams import Full, Streams
+from mesh.net.streams import NO_SERIAL, Full, Streams
 
 PREFACE_LIMIT_S = 5.0
 TARGET_LIMIT_S = 5.0
@@ -111,11 +111,21 @@ class Reception:
         except Full:
             return Refused(reason=Refusal.STREAM_LIMIT, message=f"{self._gate.machine} has too many streams.")
         if is_told:
-            self._streams.join(target, channel, ((peer.identity, peer.serial),))
+            owners = ((peer.identity, peer.serial), (self._meant(preface), NO_SERIAL))
+            self._streams.join(target, channel, owners)
         else:
             reset(target)
             channel.socket.close()
         return None
+
+    def _meant(self, preface: Preface) -> Identity:
+        """Whose right to the stream can end on this side."""
+        deployment, machine, member = self._gate.deployment, self._gate.machine, preface.member
+        if member is None:
+            return MachineIdentity(deployment=deployment, machine=machine)
+        return MemberIdentity(
+            deployment=deployment, machine=machine, run=member.run, epoch=member.epoch, rank=member.rank
+        )
 
     async def _decide(self, peer: PeerCertificate, preface: Preface) -> Admitted | Refused:
         """The gate's word, after a wait when the stream is early."""

@@ -54,6 +54,8 @@ class _Line:
     """The line of a machine."""
 
     channel: Channel
+    serial: int
+    """Of the certificate that it was opened with."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Who writes: two at a time would mix their records."""
 
@@ -83,8 +85,8 @@ class Relay:
         self._lines: dict[MachineName, _Line] = {}
         self._waiting: dict[str, _Waiting] = {}
         """By ticket."""
-        self._joints: dict[Joint, tuple[Identity, int]] = {}
-        """And who dialled it, with the serial of the certificate."""
+        self._joints: dict[Joint, tuple[Pair, int]] = {}
+        """And the serial of the certificate that dialled it."""
         self._pipes = Pipes()
         self._acceptors: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,13 +137,13 @@ class Relay:
         self._server = server_context(credentials)
 
     def revoke(self, revocations: Revocations) -> None:
-        """Streams that they dialled, and their lines, are cut."""
+        """Their streams and their lines are cut."""
         self.gate.revoke(revocations)
-        for joint, (identity, serial) in list(self._joints.items()):
-            if serial in revocations.serials or identity.machine in revocations.machines:
+        for joint, (pair, serial) in list(self._joints.items()):
+            if serial in revocations.serials or {pair.dialler, pair.target} & revocations.machines:
                 joint.cut()
         for machine, line in list(self._lines.items()):
-            if machine in revocations.machines:
+            if line.serial in revocations.serials or machine in revocations.machines:
                 hang_up(line.channel.socket)
 
     def counters(self) -> dict[str, Any]:
@@ -207,22 +209,22 @@ class Relay:
             return
         match words:
             case Listen():
-                await self._keep_line(channel, peer.identity)
+                await self._keep_line(channel, peer)
             case Dial():
                 await self._join(channel, peer, words.machine)
             case Accept():
                 await self._hand_over(channel, peer.identity, words.ticket)
 
-    async def _keep_line(self, channel: Channel, identity: Identity) -> None:
-        refusal = self.book.open_line(identity)
+    async def _keep_line(self, channel: Channel, peer: PeerCertificate) -> None:
+        refusal = self.book.open_line(peer.identity)
         if refusal is not None:
-            await self._refuse(channel, refusal, f"{identity.uri} cannot have a line here.")
+            await self._refuse(channel, refusal, f"{peer.identity.uri} cannot have a line here.")
             return
-        machine = identity.machine
+        machine = peer.identity.machine
         before = self._lines.get(machine)
         if before is not None:
             hang_up(before.channel.socket)
-        line = self._lines[machine] = _Line(channel)
+        line = self._lines[machine] = _Line(channel, peer.serial)
         try:
             if await self._answer(channel, None, ""):
                 await channel.read_exactly(1)  # nothing is ever said: this is its end
@@ -257,11 +259,9 @@ class Relay:
             del self._waiting[ticket]
             if other is None and waiting.accepted.done() and not waiting.accepted.cancelled():
                 reset(waiting.accepted.result().socket)  # it came in the same moment as the time-out
-        await self._splice(channel, other, pair, ticket, (peer.identity, peer.serial))
+        await self._splice(channel, other, pair, ticket, peer.serial)
 
-    async def _splice(
-        self, channel: Channel, other: Channel, pair: Pair, ticket: str, owner: tuple[Identity, int]
-    ) -> None:
+    async def _splice(self, channel: Channel, other: Channel, pair: Pair, ticket: str, serial: int) -> None:
         try:
             async with asyncio.timeout(LEAVE_LIMIT_S):
                 for leg in (channel, other):
@@ -289,7 +289,7 @@ class Relay:
             on_bytes=lambda amount: self.book.count(pair, amount),
             on_end=on_end,
         )
-        self._joints[joint] = owner
+        self._joints[joint] = (pair, serial)
         joint.start()
 
     async def _call(self, target: MachineName, ticket: str) -> None:

@@ -24,6 +24,8 @@ from mesh.net.sockets import reset
 LOOK_EVERY_S = 2.0
 """How late a reset is noticed on a side that is not read at the moment."""
 
+NO_SERIAL = 0
+"""Of an owner whose certificate has no part in the stream: it can end by roster, floor and machine only."""
 Owners = tuple[tuple[Identity, int], ...]
 """Identity and certificate serial of everybody whose right to a stream can end."""
 

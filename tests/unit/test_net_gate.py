@@ -89,6 +89,9 @@ def test_a_member_that_was_replaced_within_the_epoch_loses_its_streams() -> None
     at.set_roster(roster(2, on=("c", "b")))
     assert not at.still_admits(member(0, "a", epoch=2), 5)
     assert at.still_admits(member(0, "c", epoch=2), 5)
+    at.set_roster(roster(2, on=("c", "d")))
+    assert isinstance(admit(at, member(0, "c", epoch=2), meant()), NotYet), "rank 1 is not here any more"
+    at.set_roster(roster(2, on=("c", "b")))
     assert reason(admit(at, member(0, "a", epoch=2), meant())) is Refusal.UNKNOWN_MACHINE
 
 

@@ -19,6 +19,7 @@ from mesh.net.identity import Identity
 from mesh.net.preface import MemberTarget, Preface
 from mesh.net.refusals import Refusal
 from mesh.net.roster import Revocations
+from mesh.net.sockets import has_ipv6
 from mesh.net.tls import Credentials, client_context, server_context
 from tests.net_world import (
     DEPLOYMENT,
@@ -169,6 +170,64 @@ async def test_an_expired_certificate_is_refused_by_name_and_a_wrong_clock_too()
         why = await refused(mesh, server, early, clock=time.time() + 10800)
         assert why.reason is Refusal.CLOCK_SKEW
         assert "3.0 h ahead of b's" in why.message
+
+
+async def test_who_dials_with_a_wrong_clock_is_told_so_by_its_own_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock of a is 40 days ahead: to it the certificate of b has expired."""
+    async with scene() as (mesh, server):
+        ahead = time.time() + 40 * 86400
+        monkeypatch.setattr("mesh.net.dialling.wall_clock", lambda: ahead)
+        monkeypatch.setattr("mesh.net.gateway.wall_clock", lambda: ahead)
+        stream = await mesh.dial(server.port)
+        assert await stream.reset_seen()
+        assert mesh.gateways["a"].counters()["refused_out"] == {"ClockSkew": 1}
+        assert server.streams == []
+
+
+async def test_silence_is_bounded_before_and_after_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.net.greeting.HANDSHAKE_LIMIT_S", 0.3)
+    monkeypatch.setattr("mesh.net.reception.PREFACE_LIMIT_S", 0.3)
+    async with scene() as (mesh, _):
+        gateway = mesh.gateways["b"]
+        slow = socket.create_connection(gateway.addresses[0])
+        slow.send(b"\x16\x03\x01\x02\x00\x01")  # the first bytes of a ClientHello, and no more
+        context = client_context(credentials(mesh.authority, member(0, "a")))
+        reader, writer = await asyncio.open_connection(*gateway.addresses[0], ssl=context)
+        writer.write(b"\0\0")  # half a header
+        with contextlib.suppress(OSError):
+            await reader.read()
+        wanted = {Refusal.HANDSHAKE_TIMEOUT: 1, Refusal.PREFACE_TIMEOUT: 1}
+        await eventually(lambda: dict(gateway.gate.counts) == wanted, f"{gateway.gate.counts}")
+        assert gateway.counters()["in_the_door"] == 0
+        slow.close()
+        writer.transport.abort()
+
+
+async def test_a_member_that_is_replaced_here_loses_the_streams_that_reach_it() -> None:
+    async with scene() as (mesh, server):
+        stream = await mesh.dial(server.port)
+        other = await server.next()
+        mesh.gateways["b"].set_roster(roster(1, on=("a", "c")))
+        assert await other.reset_seen()
+        assert await stream.reset_seen()
+
+
+async def test_a_gateway_listens_and_dials_on_ipv6() -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    async with scene() as (mesh, server):
+        second = Gateway(deployment=DEPLOYMENT, machine=MachineName("b"))
+        second.set_identity(credentials(mesh.authority, machine("b")))
+        second.set_roster(roster())
+        second.host(credentials(mesh.authority, member(1, "b")), deliver_to=("127.0.0.1",))
+        second.start(listen_on=(("::1", 0),), capture_port=None)
+        mesh.gateways["a"].set_machines(at("b", *second.addresses))
+        stream = await mesh.dial(server.port)
+        stream.transport.write(b"six")
+        assert await (await server.next()).read(3) == b"six"
+        await second.stop()
 
 
 async def test_revoked_by_serial_or_by_machine_also_while_it_streams() -> None:

@@ -162,6 +162,16 @@ async def test_who_cannot_be_joined_is_told_why() -> None:
         assert counted == {"NotListening": 1, "Revoked": 1, "StreamLimit": 1}
 
 
+async def test_who_is_revoked_loses_line_and_streams() -> None:
+    async with relayed() as (mesh, server, relay, _):
+        stream = await mesh.dial(server.port)
+        other = await server.next()
+        relay.revoke(Revocations(machines=frozenset({MachineName("b")})))
+        assert await stream.reset_seen()
+        assert await other.reset_seen()
+        await eventually(lambda: relay.counters()["lines"] == 1, "b has no line any more")
+
+
 async def test_a_ticket_is_for_the_machine_that_was_dialled_and_good_once() -> None:
     async with relayed() as (mesh, _server, relay, _):
         tickets: list[str] = []
