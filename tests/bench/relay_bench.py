@@ -6,8 +6,6 @@ bytes as they are: what gateways encrypt inside is theirs. HAProxy and socat are
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.net import redirect
-from tests.bench.gateway_bench import BULK, BULK_PORT, PORT, SERVER, cpu_s, measure, row
+from tests.bench.gateway_bench import BULK, BULK_PORT, PORT, SERVER, cpu_s, install_missing, measure, row
 from tests.lab.gateways import GATEWAY_PORT, RELAY, TwoHosts, two_hosts
 from tests.lab.network import call, why_not
 from tests.net_world import credentials, machine
@@ -44,21 +42,6 @@ listen relay
   bind {here}:{port}
   server target {target}
 """
-
-
-def install_missing() -> None:
-    """HAProxy and socat. Raises RuntimeError with the reason when they cannot be had."""
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    if not missing:
-        return
-    if shutil.which("apt-get") is None:
-        raise RuntimeError(f"not installed, and there is no apt-get: {', '.join(missing)}")
-    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *missing]):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}")
 
 
 class Ways:
@@ -152,7 +135,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     lacking = why_not() or redirect.why_not()
     if lacking is not None:
         raise RuntimeError(lacking)
-    install_missing()
+    install_missing({name: name for name in PROGRAMS})
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
         ways = Ways(hosts, Path(folder))
         rows = []
