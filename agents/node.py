@@ -44,6 +44,8 @@ class MemberNodeActor:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        launcher = RayLauncher()
+        launcher.begin()
         self._coordinator = CoordinatorHandle(namespace=config.get("namespace", RAY_NAMESPACE))
         self._member = Member(
             MemberConfig(
@@ -52,7 +54,7 @@ class MemberNodeActor:
                 base_environment=owner_environment(config["environment"]),
             ),
             send_report=self._coordinator.report,
-            launcher=RayLauncher(),
+            launcher=launcher,
         )
         self._is_started = False
 

@@ -69,6 +69,8 @@ class RayFleet:
         self._cordoned: set[MachineName] | None = None
         """None until it has been read from Ray."""
         self._spares = SpareWorkers()
+        self._handles: dict[Incarnation, Any] = {}
+        """Of members that were ordered here and not dismissed yet: a fence does not ask Ray's directory first."""
 
     async def machines(self) -> list[MachineFacts]:
         nodes = (await self._nodes()).values()
@@ -186,6 +188,7 @@ class RayFleet:
         if node is None:
             raise MemberGoneError(f"{order.machine} is lost.")
         handle = await ask_ray(self._create_member, order, group, _facts(node).address)
+        self._handles[incarnation] = handle
         self._spares.used(node["NodeID"], str(incarnation))
         await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
 
@@ -227,6 +230,7 @@ class RayFleet:
         except (TimeoutError, RayError) as error:
             _log.info("rank %s did not leave by itself: %s", incarnation.rank, type(error).__name__)
         await ask_ray(_kill, handle)
+        self._handles.pop(incarnation, None)
 
     async def forget_run(self, uid: RunUid) -> None:
         machines_dir = str(self._member_config["machines_dir"])
@@ -244,6 +248,8 @@ class RayFleet:
                 _log.warning("what run %s kept on a machine may still be there: %r", uid, outcome)
 
     async def _member(self, incarnation: Incarnation) -> Any:
+        if (handle := self._handles.get(incarnation)) is not None:
+            return handle
         try:
             return await ask_ray(ray.get_actor, _actor_name(incarnation), self._namespace)
         except ValueError:

@@ -58,10 +58,14 @@ _RemoteLauncher: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CO
 
 
 class RayLauncher:
-    """The handle to a LauncherActor on this machine, made by the first call of `warm`."""
+    """The handle to a LauncherActor on this machine, made by `begin` or the first call."""
 
     def __init__(self) -> None:
         self._actor: Any = None
+
+    def begin(self) -> None:
+        """Asks for the actor, so that it comes up while its member waits for the order. Does not wait."""
+        self._handle()
 
     async def warm(self) -> None:
         await _answer(self._handle().warm.remote())
