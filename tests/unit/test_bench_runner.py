@@ -55,7 +55,7 @@ def test_a_benchmark_that_cannot_run_is_named_and_the_others_still_run(
     printed = capsys.readouterr()
     assert "broken could not be run" in printed.err
     assert "ZeroDivisionError" in printed.err
-    assert json.loads(printed.out) == [GOOD]
+    assert json.loads(printed.out) == [{**GOOD, "n": None, "worst": None}]
 
 
 def test_a_row_of_another_shape_is_refused(benchmarks: dict[str, Any], capsys: Any) -> None:
