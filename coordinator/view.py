@@ -114,6 +114,7 @@ def _attempt(gang: Gang, member: MemberRecord, *, is_last: bool) -> Attempt:
     is_victim = chapter is not None and is_last and member.rank in chapter.victims
     reason, message = _why_it_ended(member, cause, is_victim=is_victim)
     arrived_at = member.arrived_at
+    origin = chapter if member.instead_of is None else None  # one that began again alone was not restored
     return {
         "run": gang.plan.name,
         "uid": RunUid(gang.uid),
@@ -132,8 +133,8 @@ def _attempt(gang: Gang, member: MemberRecord, *, is_last: bool) -> Attempt:
         "registeredAt": member.registered_at,
         "arrivedAt": arrived_at,
         "bootSeconds": None if arrived_at is None else max(0.0, round(arrived_at - member.ordered_at, 3)),
-        "restored": None if chapter is None else chapter.restored,
-        "restoredStep": None if chapter is None else chapter.restored_step,
+        "restored": None if origin is None else origin.restored,
+        "restoredStep": None if origin is None else origin.restored_step,
         "placement": {"machine": member.machine, "address": member.address},
         "cost": None,
     }

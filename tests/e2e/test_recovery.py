@@ -115,12 +115,12 @@ def test_a_killed_command_starts_again_alone_when_the_run_wants_that(mesh: RealM
         (1, "Exited", "CommandKilled"),
         (1, "Running", None),
     ]
-    assert len(lives(mesh, name, 0)) == 1
     assert re.search(r"^ *1 +Running, life 2 ", mesh.cli("describe", name).stdout, re.MULTILINE)
     gate.touch()
     assert client.wait() == 0, client.stderr
     for sentence in ("Rank 1 starts again alone", "Restart 1 of 3 for a command that failed: rank 1"):
         assert sentence in client.stderr, client.stderr
+    assert client.stdout.count("[rank 1] epoch 1") == 2, "each life's output is followed"
     assert mesh.cli("logs", name, "--rank", "1").stdout.splitlines() == ["epoch 1", "epoch 1", "done"]
     mesh.no_process_left(mesh.ended(name))
 
