@@ -70,7 +70,10 @@ class Truth:
         self._started.add(me)
         if any(_place(other) == place for other in self.alive.get(me.run_uid, ())):
             raise Violation("1: a rank starts again beside a process of its life before")
-        self.again += bool(admitted)
+        if admitted:
+            self.again += 1
+            deaths = self._deaths.get((me.run_uid, me.epoch), [])
+            deaths[:] = [death for death in deaths if death[1] != me.rank]  # it is answered, and causes nothing more
         self.alive.setdefault(me.run_uid, {})[me] = process
         self.checkpoints.process_started(process, is_again=bool(admitted))
         self.check_acting()
