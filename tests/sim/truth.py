@@ -73,7 +73,9 @@ class Truth:
         if admitted:
             self.again += 1
             deaths = self._deaths.get((me.run_uid, me.epoch), [])
-            deaths[:] = [death for death in deaths if death[1] != me.rank]  # it is answered, and causes nothing more
+            deaths[:] = [
+                death for death in deaths if death[1] != me.rank
+            ]  # it is answered, and causes nothing more
         self.alive.setdefault(me.run_uid, {})[me] = process
         self.checkpoints.process_started(process, is_again=bool(admitted))
         self.check_acting()
@@ -189,8 +191,13 @@ class Truth:
             return  # a renewal that travelled for seconds proves no life at its end: a known gap
         deaths = self._deaths.get((gang.uid, gang.epoch), [])
         first = min(deaths, default=None)
-        if first is not None and first[1] != cause.rank and first[2] != "by a peer":
-            raise Violation(f"blame: rank {cause.rank} is named, a victim of rank {first[1]} ({first[2]})")
+        if first is None or first[1] == cause.rank or first[2] == "by a peer":
+            return
+        member = gang.members[first[1]]
+        is_mute = member.exit is None and member.settlement is Settlement.LEASE_LAPSED
+        if is_mute and first[2] != _MACHINE_LOST:
+            return  # its agent stood still, or died, before it could say so: a known gap
+        raise Violation(f"blame: rank {cause.rank} is named, a victim of rank {first[1]} ({first[2]})")
 
     def epoch_heard(self, uid: RunUid, epoch: Epoch) -> None:
         """Somebody outside the coordinator is told of the epoch."""
@@ -234,9 +241,9 @@ class Truth:
         if self.world.store.had_trouble or self.world.incidents.has_delayed_news:
             return  # a lapse may be late for reasons of its own
         deaths = self._deaths.get((message.gang, message.epoch), [])
-        failed_at = max(at for at, rank, _ in deaths if rank == message.rank)
+        failed_at = max((at for at, rank, _ in deaths if rank == message.rank), default=0.0)
         for at, rank, how in deaths:
-            if rank != message.rank and how == "its machine was lost" and at < failed_at:
+            if rank != message.rank and how == _MACHINE_LOST and at < failed_at:
                 raise Violation(f"blame: rank {message.rank} starts again alone, rank {rank} was lost before")
 
     # ---- machines ---------------------------------------------------------------------------------
@@ -292,6 +299,7 @@ def _place(incarnation: Incarnation) -> tuple[RunUid, Epoch, Rank]:
     return (incarnation.run_uid, incarnation.epoch, incarnation.rank)
 
 
+_MACHINE_LOST = "its machine was lost"
 _IN_AN_EPOCH = (RunState.ASSEMBLING, RunState.STARTING, RunState.RUNNING, RunState.FENCING)
 
 
