@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
@@ -44,8 +44,8 @@ MEMBER_CALL_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 FORGET_TIMEOUT_S = 10.0
 SWEEP_KILL_LIMIT_S = 10.0
-SWEEP_LOOK_S = 1.0
-"""Between two looks at whether a machine whose sweep does not answer is still there."""
+LOOK_S = 1.0
+"""Between two looks at whether a machine that does not answer is still there."""
 SWEEP_AGAIN_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class RayFleet:
         answer = asyncio.ensure_future(_await(reference))
         try:
             while not answer.done():
-                await asyncio.wait([answer], timeout=SWEEP_LOOK_S)
+                await asyncio.wait([answer], timeout=LOOK_S)
                 if not answer.done() and await self._node(machine) is None:
                     return ["it is being held for dead"]
             return list(answer.result())
@@ -190,7 +190,22 @@ class RayFleet:
         handle = await ask_ray(self._create_member, order, group, _facts(node).address)
         self._handles[incarnation] = handle
         self._spares.used(node["NodeID"], str(incarnation))
-        await _call(handle.join.remote(order), f"rank {incarnation.rank} on {order.machine}")
+        await self._while_there(order.machine, _call(handle.join.remote(order), f"rank {incarnation.rank}"))
+
+    async def _while_there(self, machine: MachineName, call: Coroutine[Any, Any, None]) -> None:
+        """Waits for the call no longer than Ray holds the machine for alive. Raises MemberGoneError, and the call's.
+
+        An actor that was to come up on a machine that is lost waits for another one that it may never have.
+        """
+        answer = asyncio.create_task(call, name=f"call to {machine}")
+        try:
+            while not answer.done():
+                await asyncio.wait([answer], timeout=LOOK_S)
+                if not answer.done() and await self._node(machine) is None:
+                    raise MemberGoneError(f"{machine} is lost.")
+            answer.result()
+        finally:
+            answer.cancel()
 
     def _create_member(self, order: JoinOrder, group: PlacementGroup, address: str) -> Any:
         config = {

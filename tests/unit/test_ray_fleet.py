@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.exceptions import RpcError
 
+from agents.raylet import MACHINE_LABEL
+from coordinator import ray_fleet
 from coordinator.fleet import MemberGoneError
 from coordinator.ray_call import ask_ray
 from coordinator.ray_fleet import RayFleet
 from mesh.errors import TransportError
-from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
-from mesh.messages import FenceOrder
+from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
+from mesh.messages import FenceOrder, JoinOrder
+from mesh.plan import Endpoint, RunPlan
+from mesh.states import Transport
 
 FLEET = RayFleet(namespace="n", member_config={}, used_by=dict)
 MEMBER = Incarnation(run_uid=RunUid("run"), epoch=Epoch(1), rank=Rank(0), token=IncarnationToken("t"))
@@ -40,6 +45,42 @@ async def test_an_actor_that_is_not_there_is_a_member_that_is_gone(monkeypatch: 
     monkeypatch.setattr(ray, "get_actor", fail)
     with pytest.raises(MemberGoneError):
         await FLEET.fence(FenceOrder(incarnation=MEMBER, grace_s=1.0))
+
+
+async def test_a_machine_that_is_lost_while_its_member_comes_up_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray lets the actor wait for another machine; a call to it answers nothing for as long as one waits."""
+    alive = {"NodeID": "1", "Alive": True, "NodeManagerAddress": "10.0.0.1", "Labels": {MACHINE_LABEL: "m1"}}
+    looks = iter([[{**alive, "Resources": {}}], [{**alive, "Resources": {}, "Alive": False}]])
+    fleet = RayFleet(namespace="n", member_config={}, used_by=dict)
+    never = asyncio.get_running_loop().create_future()
+    member = SimpleNamespace(join=SimpleNamespace(remote=lambda _: never))
+
+    async def group(*_: object) -> object:
+        return object()
+
+    monkeypatch.setattr(ray, "nodes", lambda: next(looks))
+    monkeypatch.setattr(ray_fleet, "LOOK_S", 0.01)
+    monkeypatch.setattr(fleet._reservations, "group", group)
+    monkeypatch.setattr(fleet, "_create_member", lambda *_: member)
+    monkeypatch.setattr(fleet._spares, "used", lambda *_: None)
+    with pytest.raises(MemberGoneError, match="m1 is lost"):
+        async with asyncio.timeout(5.0):
+            await fleet.order(join_order(), 1)
+    assert never.cancelled()
+
+
+def join_order() -> JoinOrder:
+    nowhere = Endpoint(host="127.0.0.1", port=1, secret="")
+    return JoinOrder(
+        incarnation=MEMBER,
+        plan=RunPlan(name=RunName("run"), command=("true",)),
+        machine=MachineName("m1"),
+        store=nowhere,
+        logs=nowhere,
+        transport=Transport.PRIVATE,
+    )
 
 
 async def test_what_takes_long_in_other_threads_holds_up_no_question_to_ray() -> None:
