@@ -9,6 +9,8 @@ What it is told (stdin, JSON lines)
      "ttl_s", "guard_s", "heartbeat_s"}       once, first
     {"op": "release"}                         nothing runs any more: give the lease back and end
     end of file                               the member is dead: kill its tree, release nothing, end
+    (nothing is read of what it says, for so long that the pipe is full and then PARENT_STILL_LEASES leases more: the
+    member stands still, which is the same)
     SIGUSR1                                   its machine is being cut off (`agents.chaos`): talk to the store by TCP
 What it says (stdout, JSON lines)
     {"ev": "granted"} | {"ev": "refused", "reason", "message"}      one of the two, first
@@ -21,13 +23,16 @@ Rules of this file
 1. `agents.core.lease` decides; this file moves bytes, looks at the clock, and kills.
 2. It imports the standard library, msgpack, and our modules that import nothing else: it must be there in a
    tenth of a second.
-3. It never waits for its parent: a pipe that is full loses "alive", and the lease is renewed all the same.
+3. It never waits for its parent: a pipe that is full loses "alive", and the lease is renewed all the same, for a while.
+   A member that reads nothing for minutes would never tell how its command ended, nor hear that it is to be stopped.
 4. Only CLOCK_MONOTONIC counts, which a suspended machine does not advance: so CLOCK_BOOTTIME is read beside it, and
    the time that was slept away is counted as passed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import select
@@ -49,6 +54,11 @@ KILL_ROUNDS_MAX = 12
 FREEZE_AGAIN_S = 0.02
 """While the tree is frozen: how often what was started meanwhile is looked for. A launch may have been under way when
 this machine stood still, and nobody has told its launcher yet."""
+PARENT_STILL_LEASES = 10
+"""A member that reads nothing for so many leases' lengths stands still. Counted in this process's own ticks: where both
+stood still, the member reads first."""
+PIPE_BYTES = 4096
+"""Of what this process says: 250 times "alive", a minute of it by the usual terms. A page is the least there is."""
 READ_BYTES = 64 * 1024
 CONFIG_BYTES_MAX = 64 * 1024
 
@@ -86,7 +96,11 @@ class Keeper:
         self._lease = ls.Lease(terms=self._terms, started_at=now())
         self._frozen: list[process_tree.Process] = []
         self._alive_told_at = float("-inf")
+        self._unread_ticks = 0
+        """How often in a row "alive" found the pipe full."""
         self._is_over = False
+        with contextlib.suppress(OSError):  # not a pipe: it is as large as it is
+            fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(events, False)
         os.set_blocking(commands, False)
 
@@ -131,7 +145,7 @@ class Keeper:
         if self._is_cut_off:
             self._is_cut_off = False
             events += self._line.leave_short_way()
-        return [*events, *self._from_parent(), le.Woke()]
+        return [*events, *self._from_parent(), *self._of_a_still_parent(), le.Woke()]
 
     # --- the parent -----------------------------------------------------------------------------
 
@@ -149,17 +163,23 @@ class Keeper:
         self._command_line = bytearray(rest)
         return [le.ReleaseAsked() for line in lines if json.loads(line).get("op") == "release"]
 
-    def _tell(self, word: str, **facts: str) -> None:
+    def _of_a_still_parent(self) -> list[le.LeaseEvent]:
+        ticks_max = PARENT_STILL_LEASES * self._terms.ttl_s / (self._terms.heartbeat_s / 2)
+        return [le.ParentDied()] if self._unread_ticks > ticks_max else []
+
+    def _tell(self, word: str, **facts: str) -> bool:
+        """False when the parent does not read; or is dead, which the end of stdin says."""
         line = json.dumps({"ev": word, **facts}).encode() + b"\n"
         try:
             os.write(self._events, line)
         except OSError:
-            return  # the parent does not read, or is dead: the end of stdin says so
+            return False
+        return True
 
     def _tell_alive(self) -> None:
         if now() - self._alive_told_at >= self._terms.heartbeat_s / 2:
             self._alive_told_at = now()
-            self._tell("alive")
+            self._unread_ticks = 0 if self._tell("alive") else self._unread_ticks + 1
 
     # --- effects --------------------------------------------------------------------------------
 

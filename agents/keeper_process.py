@@ -48,6 +48,18 @@ def keeper_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, roots)))}
 
 
+def keeper_config(order: JoinOrder) -> dict[str, Any]:
+    """What a keeper is told first."""
+    store = order.store
+    return {
+        "store": {"host": store.host, "port": store.port, "secret": store.secret, "source": store.source},
+        "incarnation": str(order.incarnation),
+        "ttl_s": order.lease_ttl_s,
+        "guard_s": order.lease_guard_s,
+        "heartbeat_s": order.heartbeat_s,
+    }
+
+
 class KeeperProcess:
     """One keeper. `start` it; it tells `tell` what becomes of the lease; `release` or `close` it.
 
@@ -87,20 +99,7 @@ class KeeperProcess:
         except OSError as error:
             self._end(Reason.PREPARATION_FAILED, f"The keeper could not be started: {error}.")
             return
-        self._process.send(
-            {
-                "store": {
-                    "host": order.store.host,
-                    "port": order.store.port,
-                    "secret": order.store.secret,
-                    "source": order.store.source,
-                },
-                "incarnation": str(order.incarnation),
-                "ttl_s": order.lease_ttl_s,
-                "guard_s": order.lease_guard_s,
-                "heartbeat_s": order.heartbeat_s,
-            }
-        )
+        self._process.send(keeper_config(order))
         name = str(order.incarnation)
         self._tasks = [asyncio.create_task(self._read(self._process), name=f"keeper {name}")]
         if self._watches_silence:

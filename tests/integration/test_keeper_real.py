@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from agents import process_tree
 from agents.core import events as ev
-from agents.keeper_process import KeeperProcess
+from agents.keeper_process import KeeperProcess, keeper_command, keeper_config, keeper_environment
 from coordinator.store_actor import StoreServer
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, new_run_uid, new_token
 from mesh.messages import JoinOrder
@@ -30,10 +31,12 @@ LIMIT_S = 20.0
 class Kept:
     """A keeper, the command that it answers for, and what it told."""
 
-    def __init__(self, store: Endpoint, *, ttl_s: float = 1.0, watches_silence: bool = True) -> None:
+    def __init__(
+        self, store: Endpoint, *, ttl_s: float = 1.0, heartbeat_s: float = 0.2, watches_silence: bool = True
+    ) -> None:
         self.me = Incarnation(run_uid=new_run_uid(), epoch=Epoch(3), rank=Rank(0), token=new_token())
         self.told: list[ev.MemberEvent] = []
-        order = JoinOrder(
+        self.order = JoinOrder(
             incarnation=self.me,
             plan=RunPlan(name=RunName("job"), command=("true",)),
             machine=MachineName("m0"),
@@ -42,9 +45,9 @@ class Kept:
             transport=Transport.PRIVATE,
             lease_ttl_s=ttl_s,
             lease_guard_s=0.1,
-            heartbeat_s=0.2,
+            heartbeat_s=heartbeat_s,
         )
-        self.keeper = KeeperProcess(order, tell=self.told.append, watches_silence=watches_silence)
+        self.keeper = KeeperProcess(self.order, tell=self.told.append, watches_silence=watches_silence)
         self.command: subprocess.Popen[bytes] | None = None
         self.late: subprocess.Popen[bytes] | None = None
 
@@ -287,3 +290,34 @@ async def test_a_lease_that_is_renewed_no_more_ends_the_tree_before_it_lapses() 
         await kept.end()
         await admin.close()
         await server.stop("the test is over")
+
+
+@pytest.mark.long
+async def test_a_member_that_stands_still_for_minutes_has_lost_its_command_and_its_lease(
+    store: FakeStore,
+) -> None:
+    """It would never tell how the command ended. The terms here make a quarter of it."""
+    kept = Kept(store.endpoint, heartbeat_s=0.05)
+    keeper = subprocess.Popen(
+        keeper_command(),
+        env={**keeper_environment(), "PATH": os.environ["PATH"]},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert keeper.stdin is not None and keeper.stdout is not None
+    try:
+        kept.start_command()
+        await until(lambda: len(kept.states()) >= 2)
+        keeper.stdin.write(json.dumps(keeper_config(kept.order)).encode() + b"\n")
+        keeper.stdin.flush()
+        await until(lambda: store.count("GrantLease") > 100)
+        assert kept.states() != [], "a member that is busy for a while loses nothing"
+        await asyncio.to_thread(keeper.wait, 3 * LIMIT_S)
+        assert kept.states() == [], "and who stands still loses everything, before the lease is over"
+        assert store.count("ReleaseLease") == 0
+    finally:
+        keeper.kill()
+        for pipe in (keeper.stdin, keeper.stdout):
+            pipe.close()
+        keeper.wait()
+        await kept.end()

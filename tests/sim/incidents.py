@@ -185,13 +185,13 @@ class Incidents:
                 self._end_something(kind, machine)
 
     def _hang_somebody(self, machine: Machine, until: float) -> None:
-        """For ever, when it is being stopped already: nobody but its fence would notice."""
+        """For a while or for ever."""
         members = [m for m in machine.members if not m.is_gone]
         if not members or members[-1].is_hung:
             return
         member = members[-1]
         member.hang()
-        if self.world.coordinator.journal[member.incarnation.run_uid].state is not RunState.FENCING:
+        if self.world.random.random() < 0.5:
             self.world.at(until, machine.run, member.stir, ())
 
     def _cut(self, kind: Incident, machine: Machine, for_s: float) -> None:

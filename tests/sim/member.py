@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 RESTORE_AGAIN_S = 2.0
 TOLD_AFTER_S = 0.01
 """How long a command runs before its launcher says so."""
+KEEPERS_PATIENCE_S = 95.0
+"""By the usual terms: a pipe's page of "alive", and `agents.keeper.PARENT_STILL_LEASES`."""
 PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
 """Of `agents.barrier`."""
 
@@ -45,6 +47,7 @@ class SimMember:
         self.is_gone = False
         self.is_hung = False
         """Its process stands still; its keeper, its launcher and its command do not."""
+        self._hangs = 0
         self._unheard: list[ev.MemberEvent] = []
         """What it is told while it stands still."""
         self._is_stopped = False
@@ -93,8 +96,18 @@ class SimMember:
             self.machine.after(self.world.random.uniform(0.0, 0.01), self.keeper.hear_parent_died)
 
     def hang(self) -> None:
-        """It stands still."""
+        """It stands still. Its keeper finds that out, in a while."""
         self.is_hung = True
+        self._hangs += 1
+        self.machine.after(KEEPERS_PATIENCE_S, self._found_still, self._hangs)
+
+    def _found_still(self, number: int) -> None:
+        if self.is_hung and not self.is_gone and number == self._hangs and self.keeper is not None:
+            self.keeper.hear_parent_died()
+            lost = ev.LeaseLost(
+                incarnation=self.incarnation, reason=Reason.LEASE_LOST, message="its keeper ended"
+            )
+            self.handle(lost)
 
     def stir(self) -> None:
         """It goes on."""

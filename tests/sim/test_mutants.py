@@ -32,6 +32,7 @@ from mesh.store import messages as ms
 from mesh.store.books import Books, Output
 from mesh.store.books import Lease as StoredLease
 from mesh.store.state import StoreState
+from tests.sim import member as sim_member
 from tests.sim.checkpoint_store import SimCheckpointStore
 from tests.sim.coordinator import SimCoordinator
 from tests.sim.faults import Faults, Incident, mostly, shape_of
@@ -340,6 +341,7 @@ MUTANTS = (
         name="overdue fence waited for",
         caught_by="^9: liveness",
         parts=Parts(gang_core=WaitsForEver),
+        patches=((sim_member, "KEEPERS_PATIENCE_S", 1e6),),  # else it ends the wait
         faults=mostly({Incident.MEMBER_HUNG: 1}, incidents_in=(RunState.FENCING,), exit_badly=0.4),
     ),
     Mutant(

@@ -569,6 +569,18 @@ MACHINES = (
         expected=loss(0, reason=Reason.LEASE_LOST, lost=()),
     ),
     Case(
+        name="an agent that stands still, whose peers complain",
+        moments=((0.0, (closed_by(M1, 0), closed_by(M1, 2))), (70.0, (Lapsed(rank=1),))),
+        expected=loss(1, (0, 2), says=("did not answer when it was stopped",)),
+        survives_crashes=False,
+    ),
+    Case(
+        name="an agent that stands still beside a bug",
+        moments=((0.0, (torchrun(0, code=42), closed_by(M1, 2))), (70.0, (Lapsed(rank=1),))),
+        expected=failure(0, FAILED, (2,), lost=(1,)),
+        survives_crashes=False,
+    ),
+    Case(
         name="a lost machine of which the store had heard nothing since before it stood still",
         moments=((0.0, (plain(0, code=3), closed_by(M1, 2))), (9.0, (Lapsed(rank=1, silent_s=9.2),))),
         expected=loss(1, (0, 2)),
