@@ -126,6 +126,27 @@ def test_a_killed_command_starts_again_alone_when_the_run_wants_that(mesh: RealM
 
 
 @pytest.mark.long
+def test_a_coordinator_that_is_killed_while_a_rank_is_away_brings_it_back(mesh: RealMesh) -> None:
+    name = mesh.new_name()
+    client, gate = started(mesh, name, "--on-process-failure", "restart-rank")
+    rank_0 = mesh.command(name, 0)
+    mesh.command(name, 1).kill()
+    wait_until(lambda: "RankRestarting" in [event["kind"] for event in mesh.events(name)], "the pause")
+    mesh.one("ray::CoordinatorActor").kill()
+
+    def runs_again() -> bool:
+        rank_1 = mesh.run(name)["status"]["ranks"][1]
+        return bool(rank_1["lives"] == 2 and rank_1["state"] == "Running")
+
+    wait_until(runs_again, "rank 1's next life")
+    assert mesh.command(name, 0) == rank_0
+    gate.touch()
+    assert client.wait() == 0, client.stderr
+    ended = mesh.ended(name)["status"]
+    assert (ended["epoch"], ended["restarts"]["failure"], ended["restarts"]["total"]) == (1, 1, 1)
+
+
+@pytest.mark.long
 def test_a_machine_that_stood_still_past_its_lease_finds_every_door_closed(mesh: RealMesh) -> None:
     name = mesh.new_name()
     client, gate = started(mesh, name)

@@ -182,7 +182,8 @@ async def test_a_rank_starts_again_alone_once_the_store_has_admitted_it(
     again = bench.incarnations()[2]
     assert bench.store.admitted == [(again, first.token)] and again.rank == first.rank
     assert bench.fleet.dismissed == [first]
-    assert (await bench.coordinator.get_run("lone"))["status"]["state"] == "Running"
+    status = (await bench.coordinator.get_run("lone"))["status"]
+    assert status["state"] == "Running" and [rank["lives"] for rank in status["ranks"]] == [1, 2]
     attempts = await bench.coordinator.list_attempts({"nodus.dev/job": "lone", "nodus.dev/rank": "1"})
     assert [(a["epoch"], a["state"]) for a in attempts] == [(1, "Exited"), (1, "Ordered")]
 
