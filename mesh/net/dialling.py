@@ -4,7 +4,8 @@ Rules of this file:
 1. Everything that can go wrong is one `DialRefused` with a reason; the socket is closed then.
 2. At most DIALS_PER_MACHINE at a time to one machine: below what its door grants one source, so that a burst of streams
    of ours is never taken for a flood.
-3. Every wait has its limit, and the sum of them is DIAL_LIMIT_S at most.
+3. Every wait has its limit. That for a turn is longer than the others: a program whose connection is captured believes
+   to be connected already, and many may be captured at once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ HANDSHAKE_LIMIT_S = 5.0
 ANSWER_LIMIT_S = WAIT_MAX_S + 10.0
 """The gate's wait and the connection to the member are on the other machine's side of it."""
 DIAL_LIMIT_S = 30.0
+"""For all of it, once it is this dial's turn."""
+TURN_LIMIT_S = 120.0
 DIALS_PER_MACHINE = 16
 
 
@@ -93,7 +96,14 @@ class Dialler:
         if turns is None:
             turns = self._turns[preface.machine] = asyncio.Semaphore(DIALS_PER_MACHINE)
         try:
-            async with asyncio.timeout(DIAL_LIMIT_S), turns:
+            async with asyncio.timeout(TURN_LIMIT_S):
+                await turns.acquire()
+        except TimeoutError:
+            raise DialRefused(
+                Refusal.PEER_UNREACHABLE, f"Too many others wait for {preface.machine}."
+            ) from None
+        try:
+            async with asyncio.timeout(DIAL_LIMIT_S):
                 leg = await self._route(preface.machine, context)
                 try:
                     return await self._introduce(leg, context, preface)
@@ -102,8 +112,10 @@ class Dialler:
                     raise
         except TimeoutError:
             raise DialRefused(
-                Refusal.PEER_UNREACHABLE, f"{preface.machine} gave no answer within the limit."
+                Refusal.PEER_UNREACHABLE, f"{preface.machine} gave no answer in {DIAL_LIMIT_S:g} s."
             ) from None
+        finally:
+            turns.release()
 
     async def _introduce(self, leg: Leg, context: ssl.SSLContext, preface: Preface) -> Dialled:
         name = preface.machine

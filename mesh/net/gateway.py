@@ -25,7 +25,8 @@ from mesh.net.authority import read_certificate
 from mesh.net.clock import wall_clock
 from mesh.net.departure import Departure, Speaker
 from mesh.net.dialling import Dialler, Leg, connect_to_any
-from mesh.net.door import Door, source_of
+from mesh.net.door import Door
+from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate, Refused
 from mesh.net.identity import MachineIdentity, MemberIdentity, PeerCertificate
 from mesh.net.reception import Reception
@@ -52,7 +53,7 @@ class Limits:
     """Streams that are early: their epoch is not here yet."""
     captures_max: int = 1024
     """Captured connections that are no streams yet."""
-    door_places: int = 256
+    door_places: int = 1024
     door_places_per_source: int = 64
     """Several machines may stand behind one address; each dials with 16 at a time."""
 
@@ -77,13 +78,15 @@ class Gateway:
         self.limits = limits or Limits()
         self._server: ssl.SSLContext | None = None
         self._streams = Streams(self.gate, streams_max=self.limits.streams_max)
-        self._door = Door(
-            places=self.limits.door_places, places_per_source=self.limits.door_places_per_source
+        self._doorkeeper = Doorkeeper(
+            Door(places=self.limits.door_places, places_per_source=self.limits.door_places_per_source),
+            count=self.gate.count,
+            let_in=self._on_connection,
         )
         self._reception = Reception(
             gate=self.gate,
             streams=self._streams,
-            leave_door=self._leave_door,
+            doorkeeper=self._doorkeeper,
             waiting_max=self.limits.waiting_max,
         )
         dialler = Dialler(deployment=deployment, route=self._route, check=self._check)
@@ -93,7 +96,6 @@ class Gateway:
         self._departing = 0
         self._relay: RelayClient | None = None
         self._line: RelayLine | None = None
-        self._acceptors: list[Acceptor] = []
         self._captures: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -104,22 +106,17 @@ class Gateway:
 
         Raises OSError; then nothing listens.
         """
-        wire: list[socket.socket] = []
         captures: list[socket.socket] = []
         try:
-            wire += [listen(host, port) for host, port in listen_on]
             if capture_port is not None:
                 captures.append(listen("127.0.0.1", capture_port))
                 if has_ipv6():
                     captures.append(listen("::1", captures[0].getsockname()[1]))
+            self._doorkeeper.open(listen_on)
         except OSError:
-            for sock in (*wire, *captures):
+            for sock in captures:
                 sock.close()
             raise
-        self._acceptors = [
-            Acceptor(sock, on_connection=self._on_connection, is_full=lambda: self._door.is_full)
-            for sock in wire
-        ]
         self._captures = [
             Acceptor(
                 sock,
@@ -132,7 +129,8 @@ class Gateway:
 
     async def stop(self) -> None:
         """Stops listening, cuts every stream. May be called again."""
-        for acceptor in (*self._acceptors, *self._captures):
+        self._doorkeeper.close()
+        for acceptor in self._captures:
             acceptor.close()
         if self._line is not None:
             await self._line.stop()
@@ -145,7 +143,7 @@ class Gateway:
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where other machines dial."""
-        return [acceptor.address for acceptor in self._acceptors]
+        return self._doorkeeper.addresses
 
     @property
     def capture_port(self) -> int | None:
@@ -156,7 +154,7 @@ class Gateway:
         return {
             "streams": len(self._streams),
             "waiting": self._reception.waiting,
-            "in_the_door": self._door.taken,
+            "in_the_door": self._doorkeeper.inside,
             "relay_breaks": self._line.breaks if self._line else 0,
             "refused_in": {str(reason): count for reason, count in sorted(self.gate.counts.items())},
             "refused_out": {str(reason): count for reason, count in sorted(self._departure.refused.items())},
@@ -239,28 +237,21 @@ class Gateway:
 
     # ---- connections ----------------------------------------------------------------------------------
 
-    def _on_connection(self, sock: socket.socket, address: Any) -> None:
-        source = source_of(address[0])
-        server = self._server
-        if server is None or not self._door.enter(source):
-            self.gate.count(Refusal.SOURCE_LIMIT if server else Refusal.HANDSHAKE_FAILED)
-            reset(sock)
-            return
-        self._spawn(self._reception.serve(Leg(socket=sock), server, source), name=f"stream from {source}")
+    def _on_connection(self, sock: socket.socket, source: str) -> None:
+        self._receive(Leg(socket=sock), source)
 
     def _on_relayed(self, leg: Leg) -> None:
         """Somebody has dialled this machine through the relay."""
-        server = self._server
-        if server is None or not self._door.enter(RELAYED):
-            self.gate.count(Refusal.SOURCE_LIMIT if server else Refusal.HANDSHAKE_FAILED)
+        if self._doorkeeper.enter(leg.socket, RELAYED):
+            self._receive(leg, RELAYED)
+
+    def _receive(self, leg: Leg, source: str) -> None:
+        if self._server is None:
+            self.gate.count(Refusal.HANDSHAKE_FAILED)
+            self._doorkeeper.leave(source, has_failed=True)
             reset(leg.socket)
             return
-        self._spawn(self._reception.serve(leg, server, RELAYED), name="relayed stream")
-
-    def _leave_door(self, source: str) -> None:
-        self._door.leave(source)
-        for acceptor in self._acceptors:
-            acceptor.resume()
+        self._spawn(self._reception.serve(leg, self._server, source), name=f"stream from {source}")
 
     def _on_captured(self, sock: socket.socket, address: Any) -> None:
         self._departing += 1

@@ -13,12 +13,12 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Callable
 
 from mesh.errors import RemoteProtocolError
 from mesh.net.channel import Channel
 from mesh.net.clock import wall_clock
 from mesh.net.dialling import Leg, connect
+from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import WAIT_MAX_S, Admitted, Gate, NotYet, Refused
 from mesh.net.greeting import greet, read_frame
 from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
@@ -45,12 +45,10 @@ class Reception:
         waiting_max: how many streams may wait for what is not here yet.
     """
 
-    def __init__(
-        self, *, gate: Gate, streams: Streams, leave_door: Callable[[str], None], waiting_max: int
-    ) -> None:
+    def __init__(self, *, gate: Gate, streams: Streams, doorkeeper: Doorkeeper, waiting_max: int) -> None:
         self._gate = gate
         self._streams = streams
-        self._leave_door = leave_door
+        self._doorkeeper = doorkeeper
         self._waiting_max = waiting_max
         self.waiting = 0
 
@@ -60,10 +58,12 @@ class Reception:
         try:
             prepare(sock)
             channel = Channel(sock, context, server_side=True, early=leg.early)
+            has_failed = True
             try:
                 asked = await self._ask(channel)
+                has_failed = isinstance(asked, Refusal)
             finally:
-                self._leave_door(source)
+                self._doorkeeper.leave(source, has_failed=has_failed)
             if isinstance(asked, Refusal):
                 self._gate.count(asked)
                 reset(sock)

@@ -21,11 +21,11 @@ from typing import Any
 
 from mesh.errors import AuthenticationError, RemoteProtocolError
 from mesh.ids import MachineName
-from mesh.net.accepting import Acceptor
 from mesh.net.authority import read_certificate
 from mesh.net.channel import Channel
 from mesh.net.clock import wall_clock
-from mesh.net.door import Door, source_of
+from mesh.net.door import Door
+from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate
 from mesh.net.greeting import greet, read_frame
 from mesh.net.identity import Identity, MachineIdentity, PeerCertificate
@@ -34,7 +34,7 @@ from mesh.net.refusals import Refusal
 from mesh.net.relay_book import Pair, RelayBook, RelayLimits
 from mesh.net.relay_words import TICKET_DIGITS, Accept, Dial, Incoming, Listen, decode_request, encode_words
 from mesh.net.roster import Revocations
-from mesh.net.sockets import hang_up, listen, prepare, reset
+from mesh.net.sockets import hang_up, prepare, reset
 from mesh.net.splice import Joint, Pipes
 from mesh.net.tls import Credentials, server_context
 
@@ -77,9 +77,11 @@ class Relay:
         self.gate = Gate(deployment=deployment, machine=machine)
         """For who may be believed, and for the counts."""
         self.book = RelayBook(limits=limits or RelayLimits())
-        self._door = Door(
-            places=self.book.limits.door_places,
-            places_per_source=self.book.limits.door_places_per_source,
+        limits = self.book.limits
+        self._doorkeeper = Doorkeeper(
+            Door(places=limits.door_places, places_per_source=limits.door_places_per_source),
+            count=self.gate.count,
+            let_in=self._on_connection,
         )
         self._server: ssl.SSLContext | None = None
         self._lines: dict[MachineName, _Line] = {}
@@ -88,7 +90,6 @@ class Relay:
         self._joints: dict[Joint, tuple[Pair, int]] = {}
         """And the serial of the certificate that dialled it."""
         self._pipes = Pipes()
-        self._acceptors: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -96,23 +97,12 @@ class Relay:
 
     def start(self, *, listen_on: tuple[tuple[str, int], ...]) -> None:
         """Raises OSError; then nothing listens."""
-        sockets: list[socket.socket] = []
-        try:
-            sockets += [listen(host, port) for host, port in listen_on]
-        except OSError:
-            for sock in sockets:
-                sock.close()
-            raise
-        self._acceptors = [
-            Acceptor(sock, on_connection=self._on_connection, is_full=lambda: self._door.is_full)
-            for sock in sockets
-        ]
+        self._doorkeeper.open(listen_on)
         self._look()
 
     async def stop(self) -> None:
         """Cuts every stream. May be called again."""
-        for acceptor in self._acceptors:
-            acceptor.close()
+        self._doorkeeper.close()
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -125,7 +115,7 @@ class Relay:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        return [acceptor.address for acceptor in self._acceptors]
+        return self._doorkeeper.addresses
 
     def set_identity(self, credentials: Credentials) -> None:
         """The first, or a newer one. Raises AuthenticationError."""
@@ -152,31 +142,30 @@ class Relay:
             "lines": len(self._lines),
             "streams": len(self._joints),
             "waiting": len(self._waiting),
-            "in_the_door": self._door.taken,
+            "in_the_door": self._doorkeeper.inside,
             "refused": {str(reason): count for reason, count in sorted(self.gate.counts.items())},
         }
 
     # ---- connections ----------------------------------------------------------------------------------
 
-    def _on_connection(self, sock: socket.socket, address: Any) -> None:
-        source = source_of(address[0])
-        server = self._server
-        if server is None or not self._door.enter(source):
-            self.gate.count(Refusal.SOURCE_LIMIT if server else Refusal.HANDSHAKE_FAILED)
+    def _on_connection(self, sock: socket.socket, source: str) -> None:
+        if self._server is None:
+            self.gate.count(Refusal.HANDSHAKE_FAILED)
+            self._doorkeeper.leave(source, has_failed=True)
             reset(sock)
             return
-        self._spawn(self._serve(sock, server, source), name=f"relay for {source}")
+        self._spawn(self._serve(sock, self._server, source), name=f"relay for {source}")
 
     async def _serve(self, sock: socket.socket, server: ssl.SSLContext, source: str) -> None:
         try:
             prepare(sock)
             channel = Channel(sock, server, server_side=True)
+            has_failed = True
             try:
                 asked = await self._ask(channel)
+                has_failed = isinstance(asked, Refusal)
             finally:
-                self._door.leave(source)
-                for acceptor in self._acceptors:
-                    acceptor.resume()
+                self._doorkeeper.leave(source, has_failed=has_failed)
             if isinstance(asked, Refusal):
                 self.gate.count(asked)
                 reset(sock)

@@ -32,7 +32,7 @@ class RelayLimits:
     """That one machine has dialled."""
     pairs_max: int = 10_000
     """Whose bytes nobody has taken yet."""
-    door_places: int = 256
+    door_places: int = 1024
     door_places_per_source: int = 64
 
 

@@ -200,8 +200,8 @@ async def test_silence_is_bounded_before_and_after_the_handshake(monkeypatch: py
             await reader.read()
         wanted = {Refusal.HANDSHAKE_TIMEOUT: 1, Refusal.PREFACE_TIMEOUT: 1}
         await eventually(lambda: dict(gateway.gate.counts) == wanted, f"{gateway.gate.counts}")
-        assert gateway.counters()["in_the_door"] == 0
         slow.close()
+        await eventually(lambda: gateway.counters()["in_the_door"] == 0, "both have left the door")
         writer.transport.abort()
 
 
@@ -359,7 +359,9 @@ async def test_a_crowd_of_silent_connections_takes_its_share_of_the_door_and_no_
         assert b.counters()["in_the_door"] == 8
         for sock in crowd:
             sock.close()
-        await eventually(lambda: b.counters()["in_the_door"] == 0, "those who left have left the door")
+        await eventually(lambda: b.gate.counts[Refusal.HANDSHAKE_FAILED] == 8, "those inside have failed")
+        assert b.counters()["in_the_door"] == 8, "who fails keeps the place for a while"
+        await eventually(lambda: b.counters()["in_the_door"] == 0, "and then gives it back")
         stream = await mesh.dial(server.port)
         stream.transport.write(b"still open")
         assert await (await server.next()).read(10) == b"still open"
