@@ -11,10 +11,12 @@ import pytest
 
 from coordinator.core import recovery
 from coordinator.core.effects import AdmitMember, ExpireLease, FenceMember, GangEffect, OrderMember
+from coordinator.core.ending import LAST_WORD_WINDOW_S
 from coordinator.core.events import (
     BarrierOpened,
     CoordinatorRecovered,
     GangEvent,
+    LeaseGone,
     MachinesReserved,
     MemberAdmitted,
     Now,
@@ -218,6 +220,38 @@ def test_ten_minutes_in_which_every_rank_runs_earn_the_budget_back() -> None:
     assert life.core.gang.restarts.failure == 1
     life.after(1)
     assert life.core.gang.restarts == Restarts(total=1)
+
+
+def test_what_failed_in_between_was_not_healthy() -> None:
+    life = Life()
+    life.begin_again(1)
+    life.start(1)
+    life.after(HEALTHY_S - 20)
+    life.begin_again(1)
+    life.start(1)
+    life.after(20)
+    assert life.core.gang.restarts.failure == 2
+    life.after(HEALTHY_S - 20)
+    assert life.core.gang.restarts == Restarts(total=2)
+
+
+def test_while_another_machine_may_be_lost_nobody_starts_again_alone() -> None:
+    life = Life(replace(PLAN, nodes=3))
+    life.fail(1)
+    life.fenced(1)
+    life.after(LONE_WINDOW_S - 1)
+    life.tell(LeaseGone(incarnation=life.member(2).incarnation))
+    assert AdmitMember not in kinds(life.after(1))
+    life.after(LAST_WORD_WINDOW_S - 1)
+    assert life.core.gang.state is RunState.FENCING, "it was, and is the cause"
+
+
+def test_an_opening_that_is_heard_late_names_a_life_that_is_over_and_changes_nothing() -> None:
+    life = Life()
+    tokens = tuple(life.member(rank).incarnation.token for rank in (0, 1))
+    life.begin_again(1)
+    assert life.tell(BarrierOpened(epoch=Epoch(1), tokens=tokens)) == []
+    assert life.core.gang.state is RunState.RUNNING
 
 
 def test_one_that_does_not_begin_within_the_time_of_an_assembly_is_given_up() -> None:
