@@ -1,0 +1,121 @@
+"""The network check of a gang's machines: everybody reaches everybody at once, then they push in pairs, round by round.
+
+Rules of this file:
+1. It ends within its limit, whatever hangs: what was not measured by then is missing, and the verdict says so.
+2. Nothing is said of one bad measurement: what looks bad is measured again, and the best one counts.
+3. It decides nothing: `mesh.netcheck.verdict` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from mesh.netcheck import tournament
+from mesh.netcheck.measurements import MemberFacts, Push, Reach, Seen, Way
+from mesh.netcheck.verdict import lossy, slow
+
+CHECK_LIMIT_S = 10.0
+"""For up to 8 members; more get as much more as their rounds take."""
+ROUND_S = 0.5
+MEMBERS_WITHIN_LIMIT = 8
+PUSH_S = 0.12
+"""How long is counted: by then the window has opened on paths of up to some 10 ms."""
+LONGER_S = (0.25, 0.5)
+"""How long where a way still looks slow the second time."""
+PUSH_LIMIT_S, PUSH_ROUND_TRIPS = 0.4, 5
+"""How much longer a push may take: so long on a near path, and so many round trips."""
+SEGMENTS_TRIED = (1400, 1200, 536)
+"""Bytes, where full-size ones are lost: what most tunnels leave, IPv6's least MTU and IPv4's, less their headers
+(RFC 8200, section 5; RFC 9293, section 3.7.1)."""
+
+
+class Probing(Protocol):
+    """One member's end, wherever it is: `agents.probing.Prober`."""
+
+    async def reach(self, others: Sequence[MemberFacts]) -> Mapping[int, Reach]: ...
+
+    async def heard(self) -> Collection[int]: ...
+
+    async def push(
+        self, other: MemberFacts, *, seconds: float, limit_s: float, segment_bytes: int | None = None
+    ) -> float | None: ...
+
+
+def limit_s(members: int) -> float:
+    """How long a check of so many may take."""
+    return CHECK_LIMIT_S + ROUND_S * max(0, members - MEMBERS_WITHIN_LIMIT)
+
+
+async def check(members: Mapping[int, tuple[MemberFacts, Probing]]) -> Seen:
+    """What is seen between these members, by rank 0 … n - 1.
+
+    Raises, in an ExceptionGroup, what a member's end raises: a result of a measurement is no exception.
+    """
+    one = _Check(members)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s(len(members))):
+            await one.run()
+    return one.seen
+
+
+class _Check:
+    def __init__(self, members: Mapping[int, tuple[MemberFacts, Probing]]) -> None:
+        self._members = members
+        self.seen = Seen(members={rank: facts for rank, (facts, _) in members.items()})
+
+    async def run(self) -> None:
+        everybody = {(a, b) for a in self._members for b in self._members if a != b}
+        await self._reach(everybody)
+        closed = {way for way, reach in self.seen.reach.items() if not reach.is_open}
+        await self._reach(closed)
+        await asyncio.gather(*(self._heard(rank) for rank in {receiver for _, receiver in closed}))
+        await self._in_rounds({way for way, reach in self.seen.reach.items() if reach.is_open}, self._push)
+        await self._in_rounds([*lossy(self.seen), *slow(self.seen)], self._push)
+        await self._in_rounds(lossy(self.seen), self._narrow)
+        for seconds in LONGER_S:
+            await self._in_rounds(slow(self.seen), functools.partial(self._push, seconds=seconds))
+
+    async def _reach(self, ways: Collection[Way]) -> None:
+        async def of(rank: int) -> None:
+            others = [self.seen.members[other] for sender, other in sorted(ways) if sender == rank]
+            for other, reach in (await self._members[rank][1].reach(others)).items():
+                self.seen.reach[rank, other] = reach
+
+        async with asyncio.TaskGroup() as group:
+            for rank in {sender for sender, _ in ways}:
+                group.create_task(of(rank))
+
+    async def _heard(self, rank: int) -> None:
+        self.seen.heard.update((sender, rank) for sender in await self._members[rank][1].heard())
+
+    async def _in_rounds(self, ways: Collection[Way], along: Callable[[Way], Awaitable[None]]) -> None:
+        """These ways, in rounds of disjoint pairs, one direction after the other."""
+        wanted = set(ways)
+        pairs = {(min(way), max(way)) for way in wanted}
+        for meetings in tournament.rounds_of(pairs, members=len(self._members)):
+            for direction in (meetings, [(b, a) for a, b in meetings]):
+                await asyncio.gather(*(along(way) for way in direction if way in wanted))
+
+    async def _push(self, way: Way, *, seconds: float = PUSH_S) -> None:
+        self.seen.add_push(way, Push(bytes_per_s=await self._pushed(way, seconds=seconds)))
+
+    async def _narrow(self, way: Way) -> None:
+        """What size of packets comes through, where full-size ones do not."""
+        for segment_bytes in SEGMENTS_TRIED:
+            if await self._pushed(way, seconds=PUSH_S, segment_bytes=segment_bytes) is not None:
+                self.seen.push[way] = Push(segment_bytes_max=segment_bytes)
+                return
+
+    async def _pushed(self, way: Way, *, seconds: float, segment_bytes: int | None = None) -> float | None:
+        sender, receiver = way
+        round_trip_s = self.seen.reach[way].round_trip_s or 0.0
+        return await self._members[sender][1].push(
+            self.seen.members[receiver],
+            seconds=seconds,
+            limit_s=seconds + PUSH_LIMIT_S + PUSH_ROUND_TRIPS * round_trip_s,
+            segment_bytes=segment_bytes,
+        )
