@@ -152,7 +152,7 @@ KNOWN_FAULTS: tuple[KnownFault, ...] = (
         ),
         hint=(
             "This is a known race of torch on gloo at interpreter exit, not a fault of the training: "
-            "call dist.barrier() before dist.destroy_process_group()."
+            "call dist.barrier() before dist.destroy_process_group(), and leave with os._exit(0) after that."
         ),
     ),
     KnownFault(
