@@ -74,9 +74,12 @@ class RelayClient:
         """A leg that begins at whoever has dialled. Raises DialRefused."""
         return await self._leg(Accept(ticket), context)
 
-    async def listen(self, context: ssl.SSLContext, on_ticket: Callable[[str], None]) -> None:
+    async def listen(
+        self, context: ssl.SSLContext, on_ticket: Callable[[str], None], *, on_open: Callable[[], None]
+    ) -> None:
         """Keeps a line until it breaks. Raises DialRefused, ConnectionError."""
         channel = await self._ask(Listen(), context)
+        on_open()
         try:
             while True:
                 on_ticket(decode_incoming(await read_frame(channel)).ticket)
@@ -148,6 +151,8 @@ class RelayLine:
         self._context = context
         self._on_leg = on_leg
         self._tasks: set[asyncio.Task[None]] = set()
+        self.is_open = False
+        """Whether this machine can be reached through the relay now."""
         self.breaks = 0
         """How often the line broke, or could not be opened."""
         self.dropped = 0
@@ -169,14 +174,19 @@ class RelayLine:
         while True:
             began = loop.time()
             try:
-                await self._client.listen(self._context(), self._on_ticket)
+                await self._client.listen(self._context(), self._on_ticket, on_open=self._on_open)
             except (DialRefused, ConnectionError) as error:
                 self.breaks += 1
                 _log.info("no line to the relay %s: %s", self._client.place.machine, error)
+            finally:
+                self.is_open = False
             if loop.time() - began > PAUSE_MAX_S:
                 pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_MAX_S)
+
+    def _on_open(self) -> None:
+        self.is_open = True
 
     def _on_ticket(self, ticket: str) -> None:
         if len(self._tasks) > LEGS_MAX:

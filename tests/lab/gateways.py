@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.gateway_client import GatewayClient
-from agents.gateway_wire import Host, Request, SetIdentity, SetMachines, SetRelay, SetRoster
+from agents.gateway_wire import Counters, Host, Request, SetIdentity, SetMachines, SetRelay, SetRoster
 from mesh.ids import Epoch, MachineName, Rank
 from mesh.net import redirect
 from mesh.net.authority import Authority, new_authority
@@ -172,6 +172,9 @@ class TwoHosts:
         for host in NUMBERS:
             call(*self.inside(host, "nft", "-f", "-"), stdin=ONLY_OUT)
             self.tell(host, SetMachines(machines=machines), SetRelay(place=place))
+        deadline = time.monotonic() + LIMIT_S
+        while not all(self.tell(host, Counters())["relay_line_is_open"] for host in NUMBERS):
+            assert time.monotonic() < deadline, "no line to the relay"
 
     def start_echo(self, host: str, address: str) -> subprocess.Popen[str]:
         argv = self.inside(host, sys.executable, "-c", ECHO, address, str(PORT))

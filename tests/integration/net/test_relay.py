@@ -58,6 +58,10 @@ async def relayed(
         yield mesh, server, relay, passed
 
 
+def nothing() -> None:
+    """Nobody has to be told."""
+
+
 def client(mesh: World, relay: Relay) -> RelayClient:
     place = RelayPlace(machine=R, addresses=tuple(relay.addresses))
     return RelayClient(deployment=DEPLOYMENT, place=place, check=lambda peer: None)
@@ -177,7 +181,7 @@ async def test_a_ticket_is_for_the_machine_that_was_dialled_and_good_once() -> N
         tickets: list[str] = []
         context = client_context(credentials(mesh.authority, machine("c")))
         thief = client_context(credentials(mesh.authority, machine("a")))
-        line = asyncio.create_task(client(mesh, relay).listen(context, tickets.append))
+        line = asyncio.create_task(client(mesh, relay).listen(context, tickets.append, on_open=nothing))
         await eventually(lambda: relay.counters()["lines"] == 3, "c has a line")
         dialling = asyncio.create_task(client(mesh, relay).dial(MachineName("c"), thief))
         await eventually(lambda: len(tickets) == 1, "c is called")
@@ -199,7 +203,7 @@ async def test_a_dialler_that_gives_up_leaves_nothing_behind(monkeypatch: pytest
     monkeypatch.setattr("mesh.net.relay.ACCEPT_LIMIT_S", 0.2)
     async with relayed() as (mesh, _server, relay, _):
         context = client_context(credentials(mesh.authority, machine("c")))
-        line = asyncio.create_task(client(mesh, relay).listen(context, lambda ticket: None))
+        line = asyncio.create_task(client(mesh, relay).listen(context, lambda ticket: None, on_open=nothing))
         await eventually(lambda: relay.counters()["lines"] == 3, "c has a line, and does not come")
         assert await refusal(mesh, relay, member(0, "a"), "c") is Refusal.PEER_UNREACHABLE
         assert (relay.book.tickets, relay.book.streams.total(), relay.counters()["waiting"]) == ({}, 0, 0)
@@ -228,9 +232,9 @@ async def test_a_newer_line_of_a_machine_takes_the_place_of_the_older_one() -> N
     async with relayed() as (mesh, _server, relay, _):
         tickets: list[str] = []
         context = client_context(credentials(mesh.authority, machine("c")))
-        older = asyncio.create_task(client(mesh, relay).listen(context, lambda ticket: None))
+        older = asyncio.create_task(client(mesh, relay).listen(context, lambda ticket: None, on_open=nothing))
         await eventually(lambda: relay.counters()["lines"] == 3, "c has a line")
-        newer = asyncio.create_task(client(mesh, relay).listen(context, tickets.append))
+        newer = asyncio.create_task(client(mesh, relay).listen(context, tickets.append, on_open=nothing))
         await asyncio.wait([older])
         assert isinstance(older.exception(), ConnectionError)
         dialling = asyncio.create_task(
