@@ -58,7 +58,7 @@ PARENT_STILL_LEASES = 10
 """A member that reads nothing for so many leases' lengths stands still. Counted in this process's own ticks: where both
 stood still, the member reads first."""
 PIPE_BYTES = 4096
-"""Of what this process says: 250 times "alive", a minute of it by the usual terms. A page is the least there is."""
+"""Of what this process says: 250 times "alive", two minutes of it by the usual terms. A page is the least there is."""
 READ_BYTES = 64 * 1024
 CONFIG_BYTES_MAX = 64 * 1024
 
@@ -164,7 +164,7 @@ class Keeper:
         return [le.ReleaseAsked() for line in lines if json.loads(line).get("op") == "release"]
 
     def _of_a_still_parent(self) -> list[le.LeaseEvent]:
-        ticks_max = PARENT_STILL_LEASES * self._terms.ttl_s / (self._terms.heartbeat_s / 2)
+        ticks_max = PARENT_STILL_LEASES * self._terms.ttl_s / self._terms.heartbeat_s
         return [le.ParentDied()] if self._unread_ticks > ticks_max else []
 
     def _tell(self, word: str, **facts: str) -> bool:

@@ -144,6 +144,23 @@ def test_an_agent_that_stands_still_holds_no_cancel_up(mesh: RealMesh) -> None:
     mesh.no_process_left(run)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(360)
+def test_an_agent_that_stands_still_while_its_run_goes_on_is_found_by_its_keeper(mesh: RealMesh) -> None:
+    """Nobody would ever hear how its command ended."""
+    name = mesh.submit("--nodes", "2", "--grace-period", "1s", "--", "bash", "-c", LEAVES_DAEMONS)
+    mesh.running(name)
+    mesh.wait_for_print(name, "ready", 0, 1)
+    _member(mesh, name, 1).send_signal(signal.SIGSTOP)
+    run = wait_until(lambda: _running_again(mesh, name), "the second epoch", limit_s=240.0)
+    left = mesh.tree(run["metadata"]["uid"]).values()
+    assert {process.environ()[INCARNATION].split(".")[1] for process in left} == {"2"}
+    [restart] = [e for e in mesh.events(name) if e["kind"] == "Restarting"]
+    assert (restart["reason"], restart["rank"]) == ("MachineLost", 1), restart
+    mesh.cli("cancel", name)
+    mesh.no_process_left(mesh.ended(name))
+
+
 def _running_again(mesh: RealMesh, name: str) -> dict[str, Any] | None:
     run = mesh.run(name)
     status = run["status"]

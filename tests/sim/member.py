@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RESTORE_AGAIN_S = 2.0
 TOLD_AFTER_S = 0.01
 """How long a command runs before its launcher says so."""
-KEEPERS_PATIENCE_S = 95.0
+KEEPERS_PATIENCE_S = 160.0
 """By the usual terms: a pipe's page of "alive", and `agents.keeper.PARENT_STILL_LEASES`."""
 PASSING_REASONS = frozenset({Reason.UNREACHABLE, Reason.UNKNOWN_GANG, Reason.LEASE_LOST, Reason.TIMEOUT})
 """Of `agents.barrier`."""
