@@ -15,7 +15,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from agents.chaos import HarmOrder
-from coordinator import view
+from coordinator import harm_watch, view
 from coordinator.checkpoint_store import CheckpointStore
 from coordinator.core.effects import OrderMember
 from coordinator.core.events import (
@@ -33,7 +33,7 @@ from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.driver_care import DriverCare
-from coordinator.fleet import Fleet, MachineFacts
+from coordinator.fleet import Fleet
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
 from coordinator.rehearsal import harm_order, harm_resource
@@ -46,12 +46,7 @@ from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 from mesh.selectors import JOB_LABEL
 from mesh.states import HarmKind, RunState
 
-LOCAL_PROVIDER = "local"
-"""What machines that are simulated on the head's host say of themselves."""
 RUNS_MAX = 10_000
-UNDONE_AFTER_S = 5.0
-"""How long after harm for a time should be over its machine is asked whether it is; and until it is asked again."""
-UNDONE_TRIES = 3
 EVENTS_PAGE_MAX = 1_000
 STOP_TIMEOUT_S = 5.0
 GIVE_BACK_LIMIT_S = 5.0
@@ -269,27 +264,20 @@ class Coordinator:
         await driver.post_durably(FaultRehearsed(rank=Rank(rank), message=harm["message"]))
         await self._fleet.harm(order)
         if order.seconds is not None:
-            self._in_background(self._see_undone(driver, order, order.seconds), f"end of harm to {name}")
+            self._in_background(self._see_undone(order, order.seconds), f"end of harm to {name}")
         return harm
 
-    async def _see_undone(self, driver: GangDriver, order: HarmOrder, seconds: float) -> None:
-        """The run hears of harm that should be over and is not. One that is slow to answer is asked again."""
-        await asyncio.sleep(seconds + UNDONE_AFTER_S)
-        left: str | None = None
-        for _ in range(UNDONE_TRIES):
-            try:
-                left = await self._fleet.left_of_harm(order)
-                break
-            except MeshError as error:
-                left = f"cannot be asked: {error.message}"
-            await asyncio.sleep(UNDONE_AFTER_S)
-        if left is None:
+    async def _see_undone(self, order: HarmOrder, seconds: float) -> None:
+        """The run hears of harm that should be over and is not."""
+        message = await harm_watch.what_is_left(self._fleet, order, seconds)
+        if message is None:
             return
-        rank = order.incarnation.rank
-        message = f"A rehearsed fault was to be over: {order.machine} (rank {rank}) {left}"
-        _log.error("run %s: %s", driver.core.gang.plan.name, message)
-        with suppress(MeshError):  # the run is deleted: the log has it
-            await driver.post_durably(RehearsalLeft(rank=rank, message=message))
+        _log.error("run %s: %s", order.incarnation.run_uid, message)
+        driver = self._drivers.get(order.incarnation.run_uid)
+        if driver is None:
+            return  # the run is deleted: the log has it
+        with suppress(MeshError):
+            await driver.post_durably(RehearsalLeft(rank=order.incarnation.rank, message=message))
 
     async def delete(self, name: str) -> None:
         """See `CoordinatorService.delete`."""
@@ -355,15 +343,7 @@ class Coordinator:
         """See `CoordinatorService.list_machines`."""
         used_by = self.used_by()
         return [
-            {
-                "name": facts.name,
-                "address": facts.address,
-                "labels": facts.labels,
-                "gpus": {"type": facts.gpu_type, "count": facts.gpu_count},
-                "state": _machine_state(facts, used_by),
-                "run": used_by.get(facts.name),
-                "waitsFor": _waits_for(facts, used_by.get(facts.name)),
-            }
+            view.machine_resource(facts, used_by.get(facts.name))
             for facts in sorted(await self._fleet.machines(), key=lambda m: m.name)
             if facts.is_alive or not facts.is_cordoned or facts.name in used_by
         ]
@@ -498,23 +478,6 @@ class Coordinator:
 def _is_at_rest(driver: GangDriver) -> bool:
     gang = driver.core.gang
     return gang.state is RunState.SUSPENDED and gang.is_released
-
-
-def _machine_state(facts: MachineFacts, used_by: Mapping[str, str]) -> str:
-    if not facts.is_alive:
-        return "Lost"
-    if facts.is_cordoned:
-        return "Leaving"
-    return "InUse" if facts.name in used_by else "Ready"
-
-
-def _waits_for(facts: MachineFacts, user: str | None) -> str | None:
-    if not facts.is_alive or not facts.is_cordoned:
-        return None
-    if user is not None:
-        return f"run {user} to leave it"
-    # The head ends a simulated one that is free; a real one is its owner's.
-    return "its end" if facts.labels.get("provider") == LOCAL_PROVIDER else "its agent to be stopped there"
 
 
 def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

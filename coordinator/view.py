@@ -7,16 +7,19 @@ from typing import Any
 
 from coordinator import story
 from coordinator.core.gang_state import Failure, Gang, MemberRecord, Settlement
+from coordinator.fleet import MachineFacts
 from coordinator.journal import EventRow
 from coordinator.story import cause_resource, process_end
 from mesh.exits import describe_exit
 from mesh.ids import RunUid
 from mesh.reasons import Reason
-from mesh.resources import Attempt, Condition, Event, RankStatus, Run
+from mesh.resources import Attempt, Condition, Event, Machine, RankStatus, Run
 from mesh.selectors import JOB_LABEL, RANK_LABEL
 from mesh.states import RunState
 
 _SECRET = re.compile("key|token|secret|passw|_pwd|credential|auth", re.IGNORECASE)
+LOCAL_PROVIDER = "local"
+"""What machines that are simulated on the head's host say of themselves."""
 CANCELLED_EXIT_CODE = 130
 """What a shell reports for a command that was interrupted."""
 
@@ -62,6 +65,36 @@ def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
             "productive": story.productive(gang, now),
         },
     }
+
+
+def machine_resource(facts: MachineFacts, user: str | None) -> Machine:
+    """One machine, and the run that has it."""
+    return {
+        "name": facts.name,
+        "address": facts.address,
+        "labels": facts.labels,
+        "gpus": {"type": facts.gpu_type, "count": facts.gpu_count},
+        "state": _machine_state(facts, user),
+        "run": user,
+        "waitsFor": _waits_for(facts, user),
+    }
+
+
+def _machine_state(facts: MachineFacts, user: str | None) -> str:
+    if not facts.is_alive:
+        return "Lost"
+    if facts.is_cordoned:
+        return "Leaving"
+    return "Ready" if user is None else "InUse"
+
+
+def _waits_for(facts: MachineFacts, user: str | None) -> str | None:
+    if not facts.is_alive or not facts.is_cordoned:
+        return None
+    if user is not None:
+        return f"run {user} to leave it"
+    # The head ends a simulated one that is free; a real one is its owner's.
+    return "its end" if facts.labels.get("provider") == LOCAL_PROVIDER else "its agent to be stopped there"
 
 
 def shown_spec(spec: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agents.chaos import HarmOrder
-from coordinator import driver_care
+from coordinator import driver_care, harm_watch
 from coordinator.coordinator import Coordinator
 from coordinator.core import recovery
 from coordinator.core.effects import GangEffect, OrderMember
@@ -340,7 +340,7 @@ async def test_a_machine_that_is_wanted_back_says_what_it_waits_for_and_is_not_l
 async def test_harm_that_is_not_undone_in_time_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, was_slow: bool
 ) -> None:
-    monkeypatch.setattr("coordinator.coordinator.UNDONE_AFTER_S", 0.001)
+    monkeypatch.setattr(harm_watch, "LOOK_AFTER_S", 0.001)
     bench.coordinator._deployment["chaos"] = True
     await bench.submit("rehearsed")
     await bench.start_all()
