@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tests.sim.member import SimMember
     from tests.sim.process import SimProcess
 
-LOOK_COST_S = 0.03
-"""So the core looks every three seconds: as at a directory of some ten thousand files."""
+LOOK_COST_S = 0.04
+"""So the core looks every four seconds: as at a directory of some ten thousand files."""
 STEPS_PER_SAVE = 100
 KEPT_SAVES = 2
 SAVES_TAKE_S = (1.0, 1.0, 1.0, 10.0)
