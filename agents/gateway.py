@@ -50,8 +50,6 @@ from mesh.reasons import Reason
 from mesh.wire import FrameParser, encode_frame
 
 CONTROL_NAME = "gateway.sock"
-ADDRESSES_NAME = "addresses"
-"""The overlay addresses that this machine has from this process, one a line; written before one is given."""
 CLIENTS_MAX = 8
 """Agents at the control socket; there is one, and sometimes the next one."""
 READ_BYTES = 64 * 1024
@@ -66,7 +64,7 @@ class GatewayProcess:
     ) -> None:
         self.gateway = Gateway(deployment=deployment, machine=MachineName(machine))
         self._folder = folder
-        self._table = redirect.table_name(deployment)
+        self._deployment = deployment
         self._overlay = tuple(net for net in overlay if ":" not in net or has_ipv6())
         self._redirects = redirects
         self._machines_overlay: tuple[str, ...] = ()
@@ -84,8 +82,7 @@ class GatewayProcess:
         capture_port = self.gateway.capture_port
         assert capture_port is not None
         if self._redirects:
-            await self._take_back_addresses()
-            await redirect.apply(self._table, overlay=self._overlay, capture_port=capture_port)
+            await redirect.apply(self._deployment, overlay=self._overlay, capture_port=capture_port)
         self._control = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
         return {"addresses": self.gateway.addresses, "capture_port": capture_port}
@@ -98,8 +95,7 @@ class GatewayProcess:
             task.cancel()
         await self.gateway.stop()
         if self._redirects:
-            await redirect.remove(self._table, overlay=self._overlay)
-            await self._take_back_addresses()
+            await redirect.remove(self._deployment)
         (self._folder / CONTROL_NAME).unlink(missing_ok=True)
 
     async def perform(self, request: Request) -> Any:
@@ -136,29 +132,12 @@ class GatewayProcess:
             for place in roster.members:
                 if place.machine == self.gateway.identity.machine:
                     wanted.update(place.overlay)
-        if wanted == self._given:
-            return
-        given, self._given = self._given, wanted | self._given
-        await self._note_addresses()
-        for address in sorted(wanted - given):
-            await redirect.give_address(address)
-        for address in sorted(given - wanted):
-            await redirect.take_address(address)
-        self._given = wanted
-        await self._note_addresses()
-
-    async def _note_addresses(self) -> None:
-        text = "".join(f"{address}\n" for address in sorted(self._given))
-        await asyncio.to_thread((self._folder / ADDRESSES_NAME).write_text, text)
-
-    async def _take_back_addresses(self) -> None:
-        """Those of this process, or of the one before it, which may have been killed."""
-        noted = self._folder / ADDRESSES_NAME
-        before = await asyncio.to_thread(noted.read_text) if noted.exists() else ""
-        for address in sorted(self._given | set(before.split())):
-            await redirect.take_address(address)
-        self._given = set()
-        await asyncio.to_thread(noted.unlink, missing_ok=True)
+        for address in sorted(wanted - self._given):
+            await redirect.give_address(self._deployment, address)
+            self._given.add(address)
+        for address in sorted(self._given - wanted):
+            await redirect.take_address(self._deployment, address)
+            self._given.discard(address)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -5,8 +5,10 @@ Rules of this file:
 2. Nothing else on the machine is touched; what is ours can be told by its name, and is taken away at the end, or, after
    a crash, replaced at the next start.
 3. Nothing for an overlay address ever leaves the machine in the clear: what is not TCP is rejected, a dead gateway
-   means "connection refused", and without the rules the route ends at `lo`.
-4. The text of the rules is pure; `apply` and the others run `nft` and `ip`, each with a limit.
+   means "connection refused", and without the rules the route ends at a device that leads nowhere.
+4. Overlay addresses are on a device of their own, since gloo and NCCL are told names of interfaces and pass `lo` by. It
+   is a veth pair with both ends here: it carries nothing, is up, and every kernel has it.
+5. The text of the rules is pure; `apply` and the others run `nft` and `ip`, each with a limit.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ _PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
 def table_name(deployment: str) -> str:
     """The table of a deployment: nft takes few characters in a name, a deployment's name may have others."""
     return f"gangmesh_{hashlib.sha256(deployment.encode()).hexdigest()[:12]}"
+
+
+def device_name(deployment: str) -> str:
+    """The device that has this machine's overlay addresses; a name has 15 characters at most."""
+    return f"gm{hashlib.sha256(deployment.encode()).hexdigest()[:10]}"
 
 
 def rules(table: str, *, overlay: Sequence[str], capture_port: int) -> str:
@@ -71,49 +78,65 @@ def why_not() -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
-async def apply(table: str, *, overlay: Sequence[str], capture_port: int) -> None:
-    """Routes and rules are in force when it returns. Raises DeploymentError; then there are no rules of ours."""
+async def apply(deployment: str, *, overlay: Sequence[str], capture_port: int) -> None:
+    """Device, routes and rules are in force when it returns; what was there before is gone, addresses too.
+
+    Raises DeploymentError; then nothing of ours is there.
+    """
     lacking = why_not()
     if lacking is not None:
         raise DeploymentError(
             f"Connections cannot be redirected: {lacking}.", hint=_OTHERWISE, reason=Reason.FORBIDDEN
         )
     try:
+        await _make_device(device_name(deployment))
         for text in overlay:
-            await _run("ip", "route", "replace", str(ip_network(text)), "dev", "lo")
-        await _run("nft", "-f", "-", given=rules(table, overlay=overlay, capture_port=capture_port))
+            await _run("ip", "route", "replace", str(ip_network(text)), "dev", device_name(deployment))
+        text = rules(table_name(deployment), overlay=overlay, capture_port=capture_port)
+        await _run("nft", "-f", "-", given=text)
     except _CommandFailed as error:
-        await remove(table, overlay=overlay)
+        await remove(deployment)
         raise DeploymentError(
             f"Connections cannot be redirected: {error}", hint=_OTHERWISE, reason=Reason.FORBIDDEN
         ) from error
 
 
-async def remove(table: str, *, overlay: Sequence[str]) -> None:
-    """Takes rules and routes away. May be called again."""
+async def remove(deployment: str) -> None:
+    """Takes rules, device, routes and addresses away. May be called again."""
     try:
-        await _run("nft", "-f", "-", given=removal(table))
+        await _run("nft", "-f", "-", given=removal(table_name(deployment)))
     except _CommandFailed as error:
-        _log.warning("the rules of %s stay: %s", table, error)
-    for text in overlay:
-        with contextlib.suppress(_CommandFailed):  # it was not there
-            await _run("ip", "route", "del", str(ip_network(text)), "dev", "lo")
+        _log.warning("the rules of %s stay: %s", deployment, error)
+    with contextlib.suppress(_CommandFailed):  # it was not there
+        await _run("ip", "link", "del", device_name(deployment))
 
 
-async def give_address(address: str) -> None:
+async def _make_device(name: str) -> None:
+    with contextlib.suppress(_CommandFailed):  # it was not there
+        await _run("ip", "link", "del", name)
+    far = f"{name}p"
+    # The largest packets: what is captured goes over `lo`, with the segment size of this device.
+    await _run(*f"ip link add {name} mtu 65535 type veth peer name {far} mtu 65535".split())
+    for end in (name, far):
+        await _run("ip", "link", "set", end, "up")
+
+
+async def give_address(deployment: str, address: str) -> None:
     """This overlay address is this machine's. Raises DeploymentError."""
     try:
-        await _run("ip", "address", "replace", _host(address), "dev", "lo", *_no_dad(address))
+        await _run(
+            "ip", "address", "replace", _host(address), "dev", device_name(deployment), *_no_dad(address)
+        )
     except _CommandFailed as error:
         raise DeploymentError(
             f"{address} cannot be made an address of this machine: {error}", reason=Reason.FORBIDDEN
         ) from error
 
 
-async def take_address(address: str) -> None:
+async def take_address(deployment: str, address: str) -> None:
     """It is not any more. May be called again."""
     with contextlib.suppress(_CommandFailed):  # it was not there
-        await _run("ip", "address", "del", _host(address), "dev", "lo")
+        await _run("ip", "address", "del", _host(address), "dev", device_name(deployment))
 
 
 _OTHERWISE = "It needs root (CAP_NET_ADMIN) and a kernel with nf_tables."
