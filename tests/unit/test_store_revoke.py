@@ -195,6 +195,7 @@ def test_an_expiring_lease_is_renewed_no_more_and_lapses_by_its_own_time() -> No
     store.open()
     assert number(store.expire(0)) == 0
     store.now += 1.0
+    assert store.pass_time() == []
     assert reason(store.lease(FIRST, 0)) is Reason.LEASE_LOST, "so that its keeper kills its tree at once"
     assert reason(store.lease(ADMIN, 0)) is Reason.LEASE_LOST, "nor by the coordinator"
     assert kinds(store.lease(SECOND, 1)) == [ms.Done], "nobody else's"
