@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,17 @@ from tests.lab.gateways import (
 )
 from tests.lab.network import call
 from tests.net_world import DEPLOYMENT, RUN
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+numbers = torch.full((2_000_000,), dist.get_rank() + 1.0)
+dist.all_reduce(numbers)
+assert bool((numbers == numbers[0]).all())
+print(f"rank {dist.get_rank()}: {numbers[0]}")
+dist.barrier()
+dist.destroy_process_group()
+"""
 
 
 @pytest.fixture
@@ -82,6 +96,35 @@ def test_two_hosts_that_only_dial_out_reach_each_other_by_a_relay(hosts: TwoHost
     billed = json.loads(line.partition("relayed ")[2])
     assert (billed["run"], billed["from"], billed["to"]) == (RUN, "m0", "m1")
     assert billed["bytes"] > 2 * len(said)
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torch_with_gloo_all_reduces_over_the_direct_and_the_relayed_path(hosts: TwoHosts) -> None:
+    assert all_reduce(hosts) == ["rank 0: 3.0", "rank 1: 3.0"]
+    assert hosts.tell("m1", Counters())["ended"].keys() == {"finished"}
+    hosts.start_relay()
+    hosts.only_by_relay()
+    assert all_reduce(hosts) == ["rank 0: 3.0", "rank 1: 3.0"]
+
+
+def all_reduce(hosts: TwoHosts) -> list[str]:
+    """What both ranks print, which know each other by their overlay addresses."""
+    ranks = []
+    for rank, host in enumerate(("m0", "m1")):
+        environment = os.environ | {
+            "MASTER_ADDR": overlay(0)[0],
+            "MASTER_PORT": str(PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "GLOO_SOCKET_IFNAME": redirect.device_name(DEPLOYMENT),
+        }
+        argv = hosts.inside(host, sys.executable, "-c", ALL_REDUCE)
+        ranks.append(subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True))
+    hosts.others += ranks
+    return [rank.communicate(timeout=100)[0].strip() for rank in ranks]
 
 
 def test_what_a_gateway_leaves_when_it_is_killed_and_when_it_ends(hosts: TwoHosts) -> None:
