@@ -293,11 +293,29 @@ class SpoolReader:
         self.ended = False
         """Nothing more will come: `end` is there and everything before it was returned."""
         self._last_at = 0.0
+        self._seen = (0, 0)
+
+    def has_changed(self) -> bool:
+        """Whether there may be something that the last `read` did not see: far cheaper than to read.
+
+        Now and then wrong about an end or a next segment, which are told by the folder's time: read once in a while.
+        """
+        return self._look() != self._seen
+
+    def _look(self) -> tuple[int, int]:
+        """When the folder changed, and how long the segment is that is being read."""
+        try:
+            changed_at = os.stat(self._directory).st_mtime_ns  # noqa: PTH116 - it is asked all the time
+            segment = segment_path(self._directory, self.position // SEGMENT_BYTES)
+            return changed_at, os.stat(segment).st_size  # noqa: PTH116
+        except OSError:
+            return 0, 0
 
     def read(self, *, bytes_max: int = READ_BYTES_MAX) -> list[Record]:
         """The next whole records, about `bytes_max` at most, in order; empty when there are none yet."""
         bytes_max = max(bytes_max, HEADER_BYTES + RECORD_DATA_BYTES_MAX)
         while True:
+            self._seen = self._look()
             # Looked up before reading, or a record written between the two would be passed over.
             end_marked = os.path.exists(f"{self._directory}/{END_NAME}")
             later = [i for i in segment_indexes(self._directory) if i > self.position // SEGMENT_BYTES]

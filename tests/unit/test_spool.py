@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,23 @@ def test_a_reader_may_come_before_the_writer(folder: str) -> None:
     assert not reader.ended
     SpoolWriter(folder).append(STDOUT, b"first", now=0)
     assert [r.data for r in reader.read()] == [b"first"]
+
+
+def test_a_look_tells_whether_there_may_be_more_to_read(folder: str) -> None:
+    reader = SpoolReader(folder)
+    assert reader.read() == [] and not reader.has_changed()
+    writer = SpoolWriter(folder)
+    writer.append(STDOUT, b"one", now=1.0)
+    assert reader.has_changed()
+    assert [record.data for record in reader.read()] == [b"one"]
+    assert reader.read() == [] and not reader.has_changed()
+    writer.append(STDOUT, b"two", now=2.0)
+    assert reader.has_changed(), "more in the segment"
+    assert [record.data for record in reader.read()] == [b"two"]
+    assert reader.read() == []
+    time.sleep(0.02)  # the folder's time has the kernel's tick
+    writer.finish(now=3.0)
+    assert reader.has_changed(), "the end"
 
 
 def test_a_record_that_is_being_written_is_not_seen(folder: str) -> None:
