@@ -66,7 +66,7 @@ def last_cause(gang: Gang) -> Failure | None:
 
 
 def ran_s(gang: Gang, chapter: Chapter, now: float) -> float:
-    """How long every rank of the epoch ran, until now if it still does."""
+    """How long all ranks of the epoch ran, until now if they still do; with one away alone (RestartRank) as well."""
     if chapter.running_at is None:
         return 0.0
     until = chapter.stopped_at or chapter.ended_at or gang.ended_at or now

@@ -407,7 +407,15 @@ def normal_url(url: str) -> str:
         )
     if "://" not in text:
         text = f"file://{Path(text).expanduser().absolute()}"
-    return text.rstrip("/") or text
+    scheme, _, place = text.partition("://")
+    if not place.strip("/") if scheme != "file" else not place.startswith("/"):
+        # A relative folder would be another one in every process, and what has lost its slashes a folder's name.
+        raise CheckpointStoreError(
+            f"The checkpoint store's URL {shown(text)} names no place.",
+            hint="For example file:///data/checkpoints, with three slashes, or s3://bucket/prefix",
+            url=shown(text),
+        )
+    return text.rstrip("/")
 
 
 def split_manifest_uri(uri: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ class EntryKind(StrEnum):
     FILE = "file"
     DIRECTORY = "directory"
     LINK = "link"
-    OUTSIDE_LINK = "link out of the state directory"
+    OUTSIDE_LINK = "a link out of the state directory"
     OTHER = "no file (a socket, a pipe or a device)"
 
 

@@ -174,7 +174,7 @@ class Checkpointing:
         for entry in look.entries:
             if entry.kind not in KEPT:
                 self._tell(
-                    f"'{shown(entry.path)}' is not in the checkpoints of this run: it is a {entry.kind}."
+                    f"'{shown(entry.path)}' is not in the checkpoints of this run: it is {entry.kind}."
                 )
         before, self._seen = self._seen, look
         changed = None if before is None else first_difference(_firm(before.entries), _firm(look.entries))

@@ -153,8 +153,9 @@ class Assembling(Seats):
                 self._announce("Replaced", f"Rank {rank} gets {gang.seats[rank].machine}.", rank=rank)
                 self._seat_member(rank)
             if ranks:
-                replaced = {*gang.history[-1].replaced, *ranks}
-                self._tell_chapter(replaced=tuple(sorted(replaced)))
+                chapter = gang.history[-1]
+                kept = tuple(r for r in chapter.kept if r not in ranks)
+                self._tell_chapter(kept=kept, replaced=tuple(sorted({*chapter.replaced, *ranks})))
                 self._tell_arrivals()
         else:
             self._begin_if_seated()

@@ -230,7 +230,7 @@ class Chapter:
     ended_at: float | None = None
     """When every member was accounted for."""
     kept: tuple[Rank, ...] = ()
-    """Ranks that had their machine from the epoch before."""
+    """Ranks that had their machine from the epoch before, and have not got another one during its assembly."""
     replaced: tuple[Rank, ...] = ()
     """Ranks that got another machine for this epoch, or during its assembly."""
     restored: str | None = None

@@ -147,6 +147,8 @@ class LoneRanks(Ending):
             super()._give_up(member, reason, message)
         elif member.settlement is None:  # else it is lost, and the epoch is over
             ours = CauseEvidence(by_infrastructure=True)
+            if reason is Reason.MACHINE_REFUSED:  # it had taken the rank before
+                reason = Reason.MACHINE_LOST
             self._note_failure(
                 Failure(rank=member.rank, at=self._now.wall, reason=reason, message=message, evidence=ours)
             )

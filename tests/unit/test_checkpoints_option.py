@@ -33,6 +33,16 @@ def test_what_was_asked_for_is_tried_and_leaves_nothing(tmp_path: Path) -> None:
         program._checkpoints_url("nonsense://bucket", default=None)
 
 
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "file://", "file://data/checkpoints", "file://./here"])
+def test_a_url_that_names_no_place_makes_no_folder_of_its_own(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointStoreError, match="names no place"):
+        program._checkpoints_url(url, default=None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_word_it_is_the_default() -> None:
     assert program._checkpoints_url(None, default="file:///d") == "file:///d"
     assert program._checkpoints_url(None, default=None) is None

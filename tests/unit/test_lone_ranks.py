@@ -19,6 +19,8 @@ from coordinator.core.events import (
     LeaseGone,
     MachinesReserved,
     MemberAdmitted,
+    MemberRevoked,
+    MemberVanished,
     Now,
     Placement,
     RunAccepted,
@@ -261,6 +263,26 @@ def test_one_that_does_not_begin_within_the_time_of_an_assembly_is_given_up() ->
     life.after(PLAN.startup_timeout_s - 1)
     assert life.core.gang.state is RunState.FENCING, "it has not even appeared"
     assert "did not appear" in life.core.gang.failures[0].message
+
+
+def test_one_whose_agent_dies_before_it_begins_was_lost_and_not_refused_and_who_is_replaced_was_not_kept() -> (
+    None
+):
+    life = Life()
+    life.begin_again(1)
+    gone = life.member(1).incarnation
+    life.tell(MemberVanished(incarnation=gone, message="its agent died."))
+    assert life.core.gang.failures[0].reason is Reason.MACHINE_LOST, "it had taken this rank before"
+    life.tell(MemberRevoked(incarnation=gone, has_passed=False))
+    life.fenced(0)
+    assert life.core.gang.history[-1].kept == (0, 1), "what became of m1 is not known yet"
+    again = life.member(1).incarnation
+    life.tell(MemberVanished(incarnation=again, message="m1 is lost."))
+    life.tell(MemberRevoked(incarnation=again, has_passed=False))
+    placement = Placement(machine=MachineName("m2"), address="10.0.0.2")
+    life.tell(MachinesReserved(reservation=life.core.gang.reservation, placements=(placement,)))
+    chapter = life.core.gang.history[-1]
+    assert (chapter.epoch, chapter.kept, chapter.replaced) == (2, (0,), (1,))
 
 
 def test_its_parts_of_checkpoints_count_from_one_again() -> None:
