@@ -59,7 +59,12 @@ SETTLE_S = 2.0
 LOOK_MIN_S = 0.5
 LOOK_MAX_S = 10.0
 LOOK_SHARE = 100
-"""A look that took t seconds is followed by at least this many times t without one."""
+"""A look that took t seconds is followed by this many times t without one, but for the hurried ones."""
+HURRIED_MAX = 2
+"""So many looks in a row that saw a change are followed by one SETTLE_S later: else a directory that changes at least
+once in every pause would never be seen at rest. Two find every rest between saves that are 2 * SETTLE_S apart."""
+HURRIED_COST_MAX_S = 0.2
+"""A look that takes longer is never hurried: it would cost the command too much."""
 REST_MAX_S = 60.0
 DOUBT_S = 120.0
 """A command that goes on for so long after one of its processes has died did not need it (torchrun gives up within its
@@ -96,6 +101,8 @@ class Checkpointing:
     """A path that differed between the last two looks that differed."""
     _look_at: float | None = None
     """When to look next; None while a look is under way or none is wanted."""
+    _hurried: int = 0
+    """How many looks in a row were followed by a hurried one."""
     _is_looking: bool = False
     _looks_again: bool = False
     """The look under way began too early for what has happened since: another one follows it, and counts."""
@@ -162,7 +169,8 @@ class Checkpointing:
     def _on_state_seen(self, event: StateSeen, now: float) -> None:
         look = event.look
         looks_again, self._looks_again, self._is_looking = self._looks_again, False, False
-        self._look_at = now + min(LOOK_MAX_S, max(LOOK_MIN_S, LOOK_SHARE * look.cost_s))
+        pause = min(LOOK_MAX_S, max(LOOK_MIN_S, LOOK_SHARE * look.cost_s))
+        self._look_at = now + pause
         trouble = look.trouble or _over_limit(look)
         if trouble:
             self._tell(trouble)
@@ -181,6 +189,13 @@ class Checkpointing:
         if before is None or changed is not None:
             self._quiet_since = now
             self._last_change = changed or ""
+            self._hurried += 1
+            if self._hurried > HURRIED_MAX or look.cost_s > HURRIED_COST_MAX_S:
+                self._hurried = 0
+            else:
+                self._look_at = now + min(pause, SETTLE_S)
+        else:
+            self._hurried = 0
         self._judge_writers(before, look, now)
         newest = look.steps[-1] if look.steps else -1
         if newest > self._covered_step and (self._step_seen_at is None or self._step_seen_at[0] > newest):

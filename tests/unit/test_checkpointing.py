@@ -60,12 +60,14 @@ class Bench:
         self.said: list[str] = []
         self.answers: list[AnswerQuestion] = []
         self.is_finished = False
+        self.looks = 0
         self.perform(self.core.begin(self.now))
 
     def perform(self, effects: list[CheckpointingEffect]) -> None:
         for effect in effects:
             match effect:
                 case LookAtState():
+                    self.looks += 1
                     seen = replace(
                         self.look,
                         writers=tuple((path, self.writer) for path in self.writers),
@@ -84,8 +86,10 @@ class Bench:
                     assert not self.is_finished
                     self.is_finished = True
 
-    def see(self, *entries: Entry, steps: tuple[int, ...] = (), is_saving: bool = False) -> None:
-        self.look = Look(entries=entries, steps=steps, is_saving=is_saving)
+    def see(
+        self, *entries: Entry, steps: tuple[int, ...] = (), is_saving: bool = False, cost_s: float = 0.0
+    ) -> None:
+        self.look = Look(entries=entries, steps=steps, is_saving=is_saving, cost_s=cost_s)
 
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
@@ -101,6 +105,25 @@ class Bench:
 
     def end(self, *, ok: bool) -> None:
         self.perform(self.core.handle(CommandEnded(ok=ok), self.now))
+
+
+@pytest.mark.parametrize("phase_s", [0.0, 0.5, 1.5, 2.5, 3.5, 4.5])
+def test_rests_that_are_shorter_than_the_pause_between_costly_looks_are_found(phase_s: float) -> None:
+    bench = Bench()
+    bench.wait(phase_s)
+    for save in range(1, 13):
+        bench.see(file(f"step-{save}", mtime_ns=save), cost_s=0.08)  # a look in eight seconds
+        bench.wait(5.0)
+    assert bench.parts, "a minute of saves that stood for five seconds each, and none was taken"
+
+
+def test_a_directory_that_never_rests_is_not_looked_at_much_more_often_for_that() -> None:
+    bench = Bench()
+    for change in range(100):
+        bench.see(file("model.pt", mtime_ns=change), cost_s=0.08)
+        bench.wait(1.0)
+    assert bench.parts == []
+    assert bench.looks <= 3 * 100 / (8 + 2 * SETTLE_S) + 3
 
 
 def test_a_directory_that_is_at_rest_is_taken_once() -> None:
