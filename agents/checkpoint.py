@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import shutil
 import threading
 import time
@@ -38,6 +39,9 @@ from mesh.ids import RunUid
 
 JOIN_LIMIT_S = 5.0
 INBOX_MAX = 1024
+TROUBLE_AGAIN_S = 300.0
+TROUBLE_KINDS_MAX = 32
+_CONTENT_NAME = re.compile(r"([0-9a-f]{2}/)?[0-9a-f]{16,}")
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +114,8 @@ class Checkpointer:
         self._finished = threading.Event()
         self._driver: threading.Thread | None = None
         self._part_thread: threading.Thread | None = None
-        self._last_trouble = ""
+        self._told_until: dict[str, float] = {}
+        """Until when this kind of trouble need not be told again, in seconds of the monotonic clock."""
         self._seen = ce.Look(entries=())
 
     def start(self) -> None:
@@ -253,6 +258,11 @@ class Checkpointer:
         )
 
     def _trouble(self, message: str) -> None:
-        if message != self._last_trouble and not self._stop.is_set():
-            self._last_trouble = message
-            self._listener.on_trouble(message)
+        """One kind of trouble is told once in a while: a full store says the same of every content it is given."""
+        kind, now = _CONTENT_NAME.sub("", message), time.monotonic()
+        if self._stop.is_set() or now < self._told_until.get(kind, now):
+            return
+        if len(self._told_until) >= TROUBLE_KINDS_MAX:
+            self._told_until.clear()
+        self._told_until[kind] = now + TROUBLE_AGAIN_S
+        self._listener.on_trouble(message)

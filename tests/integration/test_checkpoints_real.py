@@ -382,6 +382,30 @@ async def test_a_full_store_is_told_and_used_again_when_there_is_room(
     assert not list((small_disk / "store").rglob("*.tmp-*"))
 
 
+class RefusingOnce(BlobStore):
+    """Each content is refused the first time."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.refused: set[str] = set()
+
+    def put_stream(self, key: str, chunks: Iterator[bytes]) -> None:
+        if key not in self.refused:
+            self.refused.add(key)
+            raise CheckpointStoreError(f"'{key}' cannot be written: it is full.")
+        super().put_stream(key, chunks)
+
+
+def test_a_store_that_refuses_many_contents_is_told_once(tmp_path: Path) -> None:
+    store = RefusingOnce(f"file://{tmp_path}/store")
+    with rig(tmp_path, store) as one:
+        for number in range(12):
+            (one.state / f"shard-{number}.pt").write_bytes(secrets.token_bytes(100))
+        one.next_part_with("shard-11.pt")
+        assert len(store.refused) == 12
+        assert len(one.said) == 1, one.said
+
+
 @pytest.mark.root
 async def test_a_machine_without_room_says_so_and_its_directory_stays(
     tmp_path: Path, small_disk: Path
