@@ -12,7 +12,7 @@ import pytest
 from agents.orphans import OrphanReaper
 
 HEAD = """
-import os, subprocess, sys, time
+import os, psutil, subprocess, sys, time
 import agents.keeper
 from agents.child import become_subreaper
 from agents.orphans import OrphanReaper
@@ -30,6 +30,8 @@ hidden = orphan(*sleep)
 marked = orphan(*sleep, **{MARK: "0" * 16})
 keeper = orphan(sys.executable, "-c", "import time; time.sleep(600)", agents.keeper.__file__)
 own = subprocess.Popen(["/bin/sleep", "600"], env={MARK: "0" * 16})
+while MARK not in psutil.Process(own.pid).environ():  # in the middle of its exec it shows none; looks are seconds apart
+    os.sched_yield()
 everyone = dict(hidden=hidden, marked=marked, keeper=keeper, own=own.pid)
 reaper = OrphanReaper()
 
