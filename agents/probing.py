@@ -24,9 +24,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from agents import machine
 from mesh import __version__
@@ -174,8 +175,8 @@ class Prober:
                 elif hello[-1:] == PUSH:
                     await _answer_push(connection)
 
-    def _spawn(self, coroutine: object, name: str) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine, name=name)  # type: ignore[arg-type]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
