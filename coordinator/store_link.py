@@ -136,12 +136,13 @@ class StoreLink:
 
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         """See `StoreControl`. True as well when nobody knows any more."""
-        client = self._connected()
+        client, key = self._connected(), (uid, epoch)
         try:
             was_open = await client.close_barrier(uid, epoch)
         except FencedError:
             return True
-        if not self._trust.may_have_opened((uid, epoch), client.instance, was_open=was_open):
+        if not self._trust.may_have_opened(key, client.instance, was_open=was_open):
+            self._trust.never_opens(key)
             return False
         if not was_open and (gang := self._live_gang(uid, epoch)) is not None:
             # A lease that is there has to run out by itself: renewed from here, it would hide since when its holder is
@@ -166,7 +167,10 @@ class StoreLink:
 
     async def expire(self, uid: RunUid, incarnation: Incarnation) -> bool:
         """See `StoreControl`."""
-        return await self._expire(self._connected(), incarnation)
+        is_over = await self._expire(self._connected(), incarnation)
+        if is_over:
+            self._trust.heard(LeaseGone(incarnation=incarnation))
+        return is_over
 
     async def _expire(self, client: StoreClient, incarnation: Incarnation) -> bool:
         me = incarnation
@@ -279,7 +283,6 @@ class StoreLink:
                     pass
 
     async def _compare(self, client: StoreClient, gang: Gang, *, from_start: bool) -> None:
-        assert self._events is not None
         gang = gang.snapshot()  # what comes while the store is asked is newer than its answer
         try:
             view = await self._look(client, gang, from_start=from_start)
@@ -288,7 +291,7 @@ class StoreLink:
                 return  # it was forgotten a moment ago
             raise
         for event in missed_events(gang, view):
-            self._events.post(gang.uid, event)
+            self._post(gang.uid, event)
         await self._account_for(client, gang, unaccounted(gang, view))
 
     async def _look(self, client: StoreClient, gang: Gang, *, from_start: bool) -> StoreView:
@@ -337,8 +340,7 @@ class StoreLink:
                 _log.info("no lease for %s: %s", me, error)
             else:
                 if is_over:
-                    assert self._events is not None
-                    self._events.post(gang.uid, LeaseGone(incarnation=me))
+                    self._post(gang.uid, LeaseGone(incarnation=me))
 
     async def _grant(self, client: StoreClient, incarnation: Incarnation) -> bool:
         """False when its lease is over."""
@@ -360,20 +362,25 @@ class StoreLink:
             self._lost.set()
 
     def _pass_on(self, push: ms.Push) -> None:
-        assert self._events is not None
         match push:
             case ms.BarrierOpened():
                 if push.name == ms.START_BARRIER:
-                    self._events.post(push.gang, BarrierOpened(epoch=push.epoch, tokens=push.tokens))
+                    self._post(push.gang, BarrierOpened(epoch=push.epoch, tokens=push.tokens))
             case ms.LeaseLapsed():
                 lapsed = LeaseLapsed(
                     incarnation=_incarnation(push), silent_s=push.silent_s, said_after=self._pulse.said_after
                 )
-                self._events.post(push.gang, lapsed)
+                self._post(push.gang, lapsed)
             case ms.LeaseReleased():
-                self._events.post(push.gang, LeaseGone(incarnation=_incarnation(push)))
+                self._post(push.gang, LeaseGone(incarnation=_incarnation(push)))
             case ms.MemberConnectionLost():
-                self._events.post(push.gang, MemberSuspected(incarnation=_incarnation(push)))
+                self._post(push.gang, MemberSuspected(incarnation=_incarnation(push)))
+
+    def _post(self, uid: RunUid, event: GangEvent) -> None:
+        """What a store says is remembered before the gang hears of it: that store may be gone by then."""
+        assert self._events is not None, "started"
+        self._trust.heard(event)
+        self._events.post(uid, event)
 
 
 def _incarnation(push: ms.LeaseLapsed | ms.LeaseReleased | ms.MemberConnectionLost) -> Incarnation:

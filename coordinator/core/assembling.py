@@ -246,7 +246,7 @@ class Assembling(Seats):
     def _give_up_absent(self) -> None:
         """Members that were ordered long ago and never took their lease."""
         for rank in [r for r, due in self._due.appear.items() if self._now.mono >= due]:
-            del self._due.appear[rank]
+            self._due.appear.pop(rank, None)  # an assembly that fails waits for nobody any more
             member = self.gang.members.get(rank)
             if member is not None and member.phase is MemberPhase.ORDERED and self.gang.outcome is None:
                 message = f"Rank {rank} did not appear on {member.machine} within {APPEAR_LIMIT_S:g} s."

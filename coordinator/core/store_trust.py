@@ -9,8 +9,10 @@ Rules of this file:
    anything else was tried. So a coordinator that comes back may believe it as well.
 3. Of any other store, what it has not seen may have been: a barrier that it has not opened may have opened, an
    incarnation may have passed it, and a lease that is not there is no proof that a member has ended.
-4. An incarnation counts as given up when a store that is believed has said that it did not pass the barrier. The gang
-   hears of that a moment later: until then it is remembered here.
+4. An incarnation counts as given up when a store that is believed has said that it did not pass the barrier, and as
+   over when a store has said that its lease is, or that its barrier never opens. These are proofs that nothing of it
+   can act, so a store that is told again never gives it another lease. The gang hears of them a moment later, and
+   takes a lease that is gone for a proof after seconds: until then they are remembered here.
 5. Nothing is told of an epoch before the gang itself has asked for it: it may not be durable yet.
 
 Theory of operation. `coordinator.store_link` and the simulation own one of these for the life of a coordinator,
@@ -23,7 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from coordinator.core.gang_state import Gang, MemberPhase
+from coordinator.core.events import GangEvent, LeaseGone, LeaseLapsed
+from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord, Settlement
 from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
 
 EpochKey = tuple[RunUid, Epoch]
@@ -48,6 +51,7 @@ class Telling:
 
     is_first: bool
     revoked: tuple[tuple[Rank, IncarnationToken], ...]
+    """Incarnations that were given up, or whose lease is over."""
     has_opened: bool
     """The barrier has opened in an earlier life of the store. It is to be closed: nobody else gets through."""
 
@@ -60,7 +64,11 @@ class StoreTrust:
         """Epochs that the gang has asked to open."""
         self._seen_all: dict[EpochKey, str] = {}
         """Which instance says that it has seen the epoch from its start. At most one ever can."""
-        self._revoked: dict[EpochKey, set[tuple[Rank, IncarnationToken]]] = {}
+        self._over: dict[EpochKey, set[tuple[Rank, IncarnationToken]]] = {}
+        """Incarnations of which a store has said that they never passed, or that their lease is over. Of each gang's
+        latest epoch only."""
+        self._closed: set[EpochKey] = set()
+        """Epochs of which a store that is believed has said that their barrier never opens."""
 
     # ---- opening an epoch -------------------------------------------------------------------------
 
@@ -68,20 +76,23 @@ class StoreTrust:
         """The gang wants the epoch open, and a store is about to be told. Returns whether it is the first to be."""
         is_first = is_new and key not in self._asked
         self._asked.add(key)
+        for older in [known for known in self._over if known[0] == key[0] and known[1] < key[1]]:
+            del self._over[older]
         return is_first
 
     def telling(self, key: EpochKey, gang: Gang | None, *, is_first: bool) -> Telling:
         """For a store that does not know the epoch."""
-        revoked = set(self._revoked.get(key, ()))
+        over = set(self._over.get(key, ()))
         if gang is not None:
-            revoked |= {
-                (attempt.rank, attempt.incarnation.token)
-                for attempt in gang.attempts
-                if attempt.incarnation.epoch == key[1] and not attempt.phase.has_reached(MemberPhase.STARTED)
-            }
+            retired = [life for life in gang.attempts if life.incarnation.epoch == key[1]]
+            present = [life for life in gang.members.values() if life.incarnation.epoch == key[1]]
+            over |= {_named(life) for life in retired}
+            is_closed = key in self._closed
+            over |= {_named(life) for life in present if is_closed or life.settlement in _PROOFS_BY_THE_STORE}
+            over -= {_named(life) for life in (*retired, *present) if _has_ended_everything(life)}
         return Telling(
             is_first=is_first,
-            revoked=tuple(sorted(revoked)),
+            revoked=tuple(sorted(over)),
             has_opened=gang is not None and gang.epoch == key[1] and gang.barrier_open,
         )
 
@@ -112,14 +123,39 @@ class StoreTrust:
 
     def gave_up(self, incarnation: Incarnation) -> None:
         """A store that is believed has said that it did not pass, and never will."""
+        self._note_over(incarnation)
+
+    def never_opens(self, key: EpochKey) -> None:
+        """A store that is believed has closed the barrier before it had opened: nobody of the epoch passes it."""
+        self._closed.add(key)
+
+    def heard(self, event: GangEvent) -> None:
+        """What the gang is about to hear of a store."""
+        if isinstance(event, LeaseLapsed | LeaseGone):
+            self._note_over(event.incarnation)
+
+    def _note_over(self, incarnation: Incarnation) -> None:
         key = (incarnation.run_uid, incarnation.epoch)
-        self._revoked.setdefault(key, set()).add((incarnation.rank, incarnation.token))
+        self._over.setdefault(key, set()).add((incarnation.rank, incarnation.token))
 
     # ---- the end ----------------------------------------------------------------------------------
 
     def forget(self, uid: RunUid) -> None:
         """The gang is over, with every epoch of it."""
-        for known in (self._seen_all, self._revoked):
+        for known in (self._seen_all, self._over):
             for key in [key for key in known if key[0] == uid]:
                 del known[key]
-        self._asked = {key for key in self._asked if key[0] != uid}
+        for keys in (self._asked, self._closed):
+            keys.difference_update([key for key in keys if key[0] == uid])
+
+
+_PROOFS_BY_THE_STORE = (Settlement.LEASE_LAPSED, Settlement.NEVER_STARTED, Settlement.REVOKED)
+
+
+def _has_ended_everything(life: MemberRecord) -> bool:
+    """Its own word is the proof, whatever lease it has. There may be very many of them, each begun again alone."""
+    return life.settlement is Settlement.CONFIRMED and life.phase.has_reached(MemberPhase.STARTED)
+
+
+def _named(life: MemberRecord) -> tuple[Rank, IncarnationToken]:
+    return life.rank, life.incarnation.token

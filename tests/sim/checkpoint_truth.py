@@ -41,6 +41,7 @@ class CheckpointTruth:
         self._current: dict[tuple[RunUid, Epoch, Rank], str] = {}
         self._begins_from: dict[tuple[RunUid, Epoch], int | None] = {}
         self._has_run: dict[RunUid, Epoch] = {}
+        """The first epoch of which a command ran."""
         self._progressed: set[RunUid] = set()
 
     # ---- on the machines ---------------------------------------------------------------------------
@@ -76,9 +77,11 @@ class CheckpointTruth:
             assert begun_from == wanted, (
                 f"10: rank {me.rank} begins from checkpoint {begun_from}, its epoch from {wanted}"
             )
-        has_run = self._has_run.get(me.run_uid, me.epoch)
-        assert order.is_clean_start or has_run == me.epoch, "10: a rank goes on with what is in no checkpoint"
-        self._has_run.setdefault(me.run_uid, me.epoch)
+        first = min(
+            me.epoch, self._has_run.get(me.run_uid, me.epoch)
+        )  # an older one's ghost may come to life late
+        assert order.is_clean_start or first == me.epoch, "10: a rank goes on with what is in no checkpoint"
+        self._has_run[me.run_uid] = first
         if begun_from is not None:
             self.restored += 1
 

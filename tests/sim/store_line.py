@@ -129,8 +129,12 @@ class StoreLine:
         elif (resume := self._waiting.pop(request_id, None)) is not None:
             resume(message)
 
+    def _tell_of(self, uid: RunUid, event: ev.GangEvent) -> None:
+        self._trust.heard(event)
+        self.coordinator.tell(uid, event)
+
     def _push(self, message: ms.Message, said_after: float) -> None:
-        tell = self.coordinator.tell
+        tell = self._tell_of
         match message:
             case ms.BarrierOpened():
                 tell(message.gang, ev.BarrierOpened(epoch=message.epoch, tokens=message.tokens))
@@ -162,6 +166,7 @@ class StoreLine:
             return True
         was_open = bool(_answer(reply).value)
         if not self._trust.may_have_opened((uid, epoch), self._instance, was_open=was_open):
+            self._trust.never_opens((uid, epoch))
             return False
         if not was_open and (gang := self.coordinator.live_gang(uid, epoch)) is not None:
             view = yield from self._look(gang, False)
@@ -186,7 +191,10 @@ class StoreLine:
         me = incarnation
         key = (me.run_uid, me.epoch, me.rank, me.token)
         reply = yield self.ask(ms.Expire, *key, LEASE_TTL_S, LEASE_GUARD_S)
-        return bool(_answer(reply).value)
+        is_over = bool(_answer(reply).value)
+        if is_over:
+            self._trust.heard(ev.LeaseGone(incarnation=me))
+        return is_over
 
     def admit(self, incarnation: Incarnation, instead_of: IncarnationToken) -> Step[bool]:
         me = incarnation
@@ -228,7 +236,7 @@ class StoreLine:
         except Down:
             return  # it was forgotten a moment ago
         for event in missed_events(gang, view):
-            self.coordinator.tell(gang.uid, event)
+            self._tell_of(gang.uid, event)
         yield from self._account_for(gang, unaccounted(gang, view))
 
     def _look(self, gang: Gang, from_start: bool) -> Step[StoreView]:
@@ -270,7 +278,7 @@ class StoreLine:
             )
             is_over = isinstance(reply, ms.Number) and bool(reply.value)
             if is_over or (isinstance(reply, ms.Refused) and reply.reason is Reason.LEASE_LOST):
-                self.coordinator.tell(uid, ev.LeaseGone(incarnation=member.incarnation))
+                self._tell_of(uid, ev.LeaseGone(incarnation=member.incarnation))
             elif not _is_stale(reply) and not _is_conflict(reply):
                 _answer(reply)
 

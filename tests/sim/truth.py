@@ -156,8 +156,8 @@ class Truth:
             self.check_acting()
 
     def _note_seats(self, before: Gang, after: Gang) -> None:
-        is_retry = before.outcome is not None and before.outcome.kind is OutcomeKind.RETRY_ASSEMBLY
-        is_fresh = after.state is RunState.SUSPENDED or (is_retry and after.state is RunState.PENDING)
+        is_retry = after.state is RunState.PENDING and after.assemblies > 0
+        is_fresh = after.state is RunState.SUSPENDED or is_retry
         if before.holdings == after.holdings and not is_fresh:
             return
         old, new = before.seats, after.seats

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.core.events import BarrierOpened, LeaseGone, MemberSuspected
-from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord
+from coordinator.core.events import BarrierOpened, LeaseGone, LeaseLapsed, MemberSuspected
+from coordinator.core.gang_state import Gang, MemberPhase, MemberRecord, Settlement
 from coordinator.core.resync import StoreView, missed_events, unaccounted
 from coordinator.core.store_trust import CatchUp, StoreTrust
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
@@ -117,6 +117,57 @@ def test_a_gang_that_is_over_is_forgotten_with_every_epoch() -> None:
     assert trust.catch_up(gang(), "A", {}) is CatchUp.LEAVE
 
 
+def test_a_store_that_is_told_again_hears_of_every_lease_that_is_proof_that_nothing_acts() -> None:
+    """It would give it anew to a machine that stood still: its tree would go on, and the next epoch has begun."""
+    of = gang(barrier_open=True, phase=MemberPhase.STARTED)
+    of.members[Rank(1)] = replace(of.members[Rank(1)], settlement=Settlement.LEASE_LAPSED)
+    telling = StoreTrust().telling(KEY, of, is_first=False)
+    assert telling.revoked == ((1, "t1"),)
+
+
+@pytest.mark.parametrize("settlement", [Settlement.NEVER_STARTED, Settlement.REVOKED])
+def test_it_hears_of_members_whose_barrier_never_opens_as_well(settlement: Settlement) -> None:
+    of = gang()
+    of.members[Rank(0)] = replace(of.members[Rank(0)], settlement=settlement)
+    assert StoreTrust().telling(KEY, of, is_first=False).revoked == ((0, "t0"),)
+
+
+@pytest.mark.parametrize(
+    "event", [LeaseLapsed(incarnation=incarnation(1)), LeaseGone(incarnation=incarnation(1))]
+)
+def test_it_hears_of_a_lapse_that_the_gang_has_not_heard_of_yet(event: LeaseLapsed | LeaseGone) -> None:
+    """A lease that is gone is taken for a lapse 5 s later, and a journal that cannot be written takes its time."""
+    trust = StoreTrust()
+    trust.heard(event)
+    assert trust.telling(KEY, gang(barrier_open=True), is_first=False).revoked == ((1, "t1"),)
+    trust.heard(MemberSuspected(incarnation=incarnation(0)))
+    assert trust.telling(KEY, None, is_first=False).revoked == ((1, "t1"),)
+
+
+def test_it_hears_of_everybody_when_the_barrier_was_closed_before_it_had_opened() -> None:
+    """The gang takes that for the proof that no command has started; it may have heard of it after the store's end."""
+    trust = StoreTrust()
+    trust.never_opens(KEY)
+    assert trust.telling(KEY, gang(), is_first=False).revoked == ((0, "t0"), (1, "t1"))
+    assert trust.telling((UID, E2), gang(), is_first=False).revoked == ()
+    trust.forget(UID)
+    assert trust.telling(KEY, gang(), is_first=False).revoked == ()
+
+
+def test_who_was_seen_to_have_ended_everything_needs_no_door_that_is_shut() -> None:
+    """Each life of a rank that starts again alone gives its lease back, and there may be very many of them."""
+    trust, of = StoreTrust(), beginning_again()
+    trust.heard(LeaseGone(incarnation=of.attempts[0].incarnation))
+    assert trust.telling(KEY, of, is_first=False).revoked == ()
+
+
+def test_what_was_heard_of_an_epoch_is_kept_until_the_next() -> None:
+    trust = StoreTrust()
+    trust.heard(LeaseLapsed(incarnation=incarnation(1)))
+    trust.ask((UID, E2), is_new=True)
+    assert trust.telling(KEY, None, is_first=False).revoked == ()
+
+
 # ---- what follows from a snapshot ---------------------------------------------------------------------
 
 
@@ -180,7 +231,8 @@ def test_a_store_at_another_epoch_and_a_gang_that_is_over_tell_nothing() -> None
 def beginning_again() -> Gang:
     """Rank 1 was ordered anew, and may not have taken its lease yet."""
     found = gang(barrier_open=True, phase=MemberPhase.STARTED)
-    found.attempts.append(replace(found.members[Rank(1)], phase=MemberPhase.EXITED))
+    ended = {"phase": MemberPhase.EXITED, "settlement": Settlement.CONFIRMED}
+    found.attempts.append(replace(found.members[Rank(1)], **ended))
     again = replace(member(incarnation(1, "u"), MemberPhase.ORDERED), instead_of=incarnation(1).token)
     found.members[Rank(1)] = again
     return found
