@@ -14,8 +14,8 @@ Rules of this file:
 4. Then commands. One whose own error it was comes before one that somebody told to stop (SIGTERM), and that before one
    that complains about a peer: when one rank dies, the others' collectives fail within milliseconds, often before
    the first one's exit is heard.
-5. Complaints and told-to-stop exits yield to a notice that came at any time, and to a machine whose agent did not
-   answer when it was stopped: how its command ended is not known.
+5. Complaints and told-to-stop exits yield to a notice that came at any time, and to a machine that was lost before it had
+   said how its command ended, whenever that was: its agent stood still, or died, while its lease was still renewed.
 6. Among equals the earliest is named, by the members' own clocks; for that only, never for what the restart is charged
    to. Of complaints, one about a peer that has not failed itself comes first.
 7. While only complaints about peers have been heard, the stop waits a little for the peer's own
@@ -103,9 +103,9 @@ def _cause(gang: Gang, reclaimed: frozenset[Rank]) -> tuple[RestartKind, Failure
         return RestartKind.FAILURE, first_cause(own)
     if reclaimed:
         return RestartKind.RECLAIM, _reclaim_as_failure(gang, min(reclaimed))
-    still = [m for m in gang.members.values() if _stood_still(m)]
-    if still:
-        return RestartKind.LOSS, _end_as_failure(min(still, key=_age))
+    mute = [m for m in gang.members.values() if _is_mute(m)]
+    if mute:
+        return RestartKind.LOSS, _end_as_failure(min(mute, key=_age))
     if gang.failures:
         return RestartKind.FAILURE, _first_complaint(gang)
     others = [m for m in gang.members.values() if not m.succeeded] or list(gang.members.values())
@@ -119,9 +119,9 @@ def _was_silent(member: MemberRecord) -> bool:
     return is_lost or member.fenced_itself
 
 
-def _stood_still(member: MemberRecord) -> bool:
-    """Its agent did not answer, so nobody knows how its command ended."""
-    return member.is_expiring and member.settlement is Settlement.LEASE_LAPSED and not member.succeeded
+def _is_mute(member: MemberRecord) -> bool:
+    """Nobody knows how its command ended, or when: it may be what the others complain about."""
+    return member.settlement is Settlement.LEASE_LAPSED and member.exit is None
 
 
 def _loss(gang: Gang, silent: Sequence[MemberRecord]) -> tuple[RestartKind, Failure]:

@@ -193,10 +193,6 @@ class Truth:
         first = min(deaths, default=None)
         if first is None or first[1] == cause.rank or first[2] == "by a peer":
             return
-        member = gang.members[first[1]]
-        is_mute = member.exit is None and member.settlement is Settlement.LEASE_LAPSED
-        if is_mute and first[2] != _MACHINE_LOST:
-            return  # its agent stood still, or died, before it could say so: a known gap
         raise Violation(f"blame: rank {cause.rank} is named, a victim of rank {first[1]} ({first[2]})")
 
     def epoch_heard(self, uid: RunUid, epoch: Epoch) -> None:

@@ -575,6 +575,17 @@ MACHINES = (
         survives_crashes=False,
     ),
     Case(
+        name="an agent that dies long after its peers have complained, and had not said how its command ended",
+        moments=((0.0, (closed_by(M1, 0), closed_by(M1, 2))), (9.0, (Lapsed(rank=1),))),
+        expected=loss(1, (0, 2), says=("its lease ran out",)),
+    ),
+    Case(
+        name="a complaint of a rank whose machine is lost after it was heard",
+        moments=((0.0, (closed_by(M1, 0),)), (9.0, (Lapsed(rank=0),))),
+        expected=failure(0, FAILED, lost=(0,)),
+        survives_crashes=False,
+    ),
+    Case(
         name="an agent that stands still beside a bug",
         moments=((0.0, (torchrun(0, code=42), closed_by(M1, 2))), (70.0, (Lapsed(rank=1),))),
         expected=failure(0, FAILED, (2,), lost=(1,)),
