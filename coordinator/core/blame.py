@@ -10,7 +10,7 @@ Rules of this file:
    that lost its lease and stopped itself before a fence reached it was silent too; when all of them did, or when the
    store was not heard here either (`store_silence`), the store or the way to it was, and nobody pays for that. One that
    was wanted back, with the notice heard first or about when the first failure was, explains failures in the same way.
-   So does one on which our supervisor was killed.
+   So does one on which our supervisor was killed, and a store of ours that does not let in whom it had admitted.
 4. Then commands. One whose own error it was comes before one that somebody told to stop (SIGTERM), and that before one
    that complains about a peer: when one rank dies, the others' collectives fail within milliseconds, often before
    the first one's exit is heard.
@@ -96,8 +96,11 @@ def _cause(gang: Gang, reclaimed: frozenset[Rank]) -> tuple[RestartKind, Failure
         announced = min((m.rank for m in silent), default=min(reclaimed))
         return RestartKind.RECLAIM, _reclaim_as_failure(gang, announced)
     taken_down = [f for f in gang.failures if f.evidence.by_infrastructure]
+    with_machine = [f for f in taken_down if f.reason is not Reason.STORE_UNREACHABLE]
+    if with_machine:
+        return RestartKind.LOSS, first_cause(with_machine)
     if taken_down:
-        return RestartKind.LOSS, first_cause(taken_down)
+        return RestartKind.OURS, first_cause(taken_down)
     own = [f for f in gang.failures if _weight(f) <= _OWN]
     if own:
         return RestartKind.FAILURE, first_cause(own)

@@ -11,8 +11,9 @@ Rules of this file:
 1. No incarnation is made beside one that may still act: the one before has confirmed, and its lease is over (the store
    sees to that).
 2. It counts as a restart for a command that failed, when it was admitted.
-3. What keeps it from beginning, or from running within the time of an assembly, is its machine's fault or ours, not
-   its command's; and it is not tried alone again.
+3. What keeps it from beginning, or from running within the time of an assembly, is its machine's fault, not its
+   command's; and it is not tried alone again. A store that was restarted, and does not let in whom it had admitted, is
+   nobody's.
 4. It finds the state directory as the life before has left it.
 """
 
@@ -34,6 +35,8 @@ from coordinator.core.gang_state import (
 )
 from mesh.messages import CauseEvidence
 from mesh.reasons import Reason
+
+_STORE_RESTARTED = "cannot start again alone: the store has been restarted since."
 
 
 class LoneRanks(Ending):
@@ -127,7 +130,7 @@ class LoneRanks(Ending):
             return
         if not event.is_admitted:
             self._settle(member, Settlement.REVOKED)  # nobody but the store has ever heard of it
-            why = f"Rank {member.rank} cannot start again alone: the store has been restarted since."
+            why = f"Rank {member.rank} {_STORE_RESTARTED}"
             self._announce("RankNotRestarted", why, reason=failure.reason, rank=member.rank)
             message = f"{failure.message} {why}"
             self._decide(Outcome(kind=OutcomeKind.JUDGE, reason=failure.reason, message=message))
@@ -149,6 +152,9 @@ class LoneRanks(Ending):
             ours = CauseEvidence(by_infrastructure=True)
             if reason is Reason.MACHINE_REFUSED:  # it had taken the rank before
                 reason = Reason.MACHINE_LOST
+            elif reason is Reason.CANCELLED:  # the barrier is closed, in a store that did not admit it
+                reason = Reason.STORE_UNREACHABLE
+                message = f"Rank {member.rank} {_STORE_RESTARTED}"
             self._note_failure(
                 Failure(rank=member.rank, at=self._now.wall, reason=reason, message=message, evidence=ours)
             )

@@ -237,6 +237,8 @@ class StoreLine:
             return  # it was forgotten a moment ago
         for event in missed_events(gang, view):
             self._tell_of(gang.uid, event)
+        if gang.barrier_open and not view.has_opened:
+            yield self.ask(ms.CloseBarrier, gang.uid, gang.epoch, ms.START_BARRIER)
         yield from self._account_for(gang, unaccounted(gang, view))
 
     def _look(self, gang: Gang, from_start: bool) -> Step[StoreView]:

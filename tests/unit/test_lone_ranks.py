@@ -37,6 +37,7 @@ from mesh.messages import (
     CheckpointPartStored,
     MemberExited,
     MemberFenced,
+    MemberPreparationFailed,
     MemberStarted,
     ProcessExit,
 )
@@ -283,6 +284,38 @@ def test_one_whose_agent_dies_before_it_begins_was_lost_and_not_refused_and_who_
     life.tell(MachinesReserved(reservation=life.core.gang.reservation, placements=(placement,)))
     chapter = life.core.gang.history[-1]
     assert (chapter.epoch, chapter.kept, chapter.replaced) == (2, (0,), (1,))
+
+
+def test_one_whom_a_restarted_store_does_not_let_in_is_neither_its_machines_fault_nor_its_commands() -> None:
+    """The store that had admitted it is gone: the new one has not seen the opening, and has its barrier closed."""
+    life = Life()
+    life.begin_again(1)
+    before = life.core.gang.restarts
+    refused = MemberPreparationFailed(
+        incarnation=life.member(1).incarnation, at=0.0, reason=Reason.CANCELLED, message="It was closed."
+    )
+    life.tell(refused)
+    life.fenced(0)
+    life.fenced(1)
+    gang = life.core.gang
+    assert gang.epoch == 2 and gang.restarts == replace(
+        before, ours=before.ours + 1, total=before.total + 1, fruitless=1
+    )
+    assert gang.history[0].cause is not None and gang.history[0].cause.reason is Reason.STORE_UNREACHABLE
+    assert "the store has been restarted since" in gang.history[0].cause.message
+    assert gang.history[-1].kept == (0, 1)
+
+
+def test_one_whom_its_machine_cannot_prepare_is_its_machines_fault() -> None:
+    life = Life()
+    life.begin_again(1)
+    failed = MemberPreparationFailed(
+        incarnation=life.member(1).incarnation, at=0.0, reason=Reason.PREPARATION_FAILED, message="No disk."
+    )
+    life.tell(failed)
+    life.fenced(0)
+    life.fenced(1)
+    assert life.core.gang.restarts.loss == 1
 
 
 def test_its_parts_of_checkpoints_count_from_one_again() -> None:

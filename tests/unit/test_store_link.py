@@ -261,8 +261,9 @@ async def test_a_store_that_was_told_again_by_a_coordinator_that_died_then_ends_
     dying = await store.connect(ms.Role.ADMIN)
     await dying.set_floor(UID, EPOCH, 2)
     async with Line(store, ears):
-        leases = store.server.state.books.gangs[UID].leases
-        await until(lambda: len(leases) == 2)
+        told = store.server.state.books.gangs[UID]
+        await until(lambda: len(told.leases) == 2)
+        assert told.barriers[ms.START_BARRIER].is_closed, "whoever was admitted by the store before waits for nothing"
         assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
         await ears.hears(LeaseLapsed, rank=0)
         await ears.hears(LeaseLapsed, rank=1)
