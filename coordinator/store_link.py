@@ -292,7 +292,9 @@ class StoreLink:
             raise
         for event in missed_events(gang, view):
             self._post(gang.uid, event)
-        if gang.barrier_open and not view.has_opened:  # whoever told this store may have died before it had closed it
+        if (
+            gang.barrier_open and not view.has_opened
+        ):  # whoever told this store may have died before it had closed it
             with suppress(FencedError):
                 await client.close_barrier(gang.uid, gang.epoch)
         await self._account_for(client, gang, unaccounted(gang, view))

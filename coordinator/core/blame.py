@@ -14,8 +14,8 @@ Rules of this file:
 4. Then commands. One whose own error it was comes before one that somebody told to stop (SIGTERM), and that before one
    that complains about a peer: when one rank dies, the others' collectives fail within milliseconds, often before
    the first one's exit is heard.
-5. Complaints and told-to-stop exits yield to a notice that came at any time, and to a machine that was lost before it had
-   said how its command ended, whenever that was: its agent stood still, or died, while its lease was still renewed.
+5. Complaints and told-to-stop exits yield to a notice that came at any time, and to a machine that was lost before it
+   had said how its command ended, whenever that was: its agent stood still, or died, while its lease was still renewed.
 6. Among equals the earliest is named, by the members' own clocks; for that only, never for what the restart is charged
    to. Of complaints, one about a peer that has not failed itself comes first.
 7. While only complaints about peers have been heard, the stop waits a little for the peer's own
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.core.gang_state import Failure, Gang, MemberRecord, RestartKind, Settlement
 from mesh.ids import Rank
-from mesh.messages import HEARTBEAT_S, CauseEvidence, ProcessExit
+from mesh.messages import CauseEvidence, ProcessExit
 from mesh.reasons import Reason
 
 JUDGEMENT_WINDOW_S = 2.0
@@ -138,15 +138,13 @@ def _loss(gang: Gang, silent: Sequence[MemberRecord]) -> tuple[RestartKind, Fail
     return RestartKind.OURS, replace(first, reason=Reason.STORE_UNREACHABLE)
 
 
-def was_silent_before(failed_at: float | None, heard_at: float | None) -> bool:
-    """True when a lease that lapsed was possibly not renewed any more when the failure was heard.
+def was_silent_before(failed_at: float | None, alive_at: float | None) -> bool:
+    """True when a member whose lease lapsed may have been dead when the failure was heard.
 
-    `heard_at`: when the store received its last renewal; None when that is not known, because the store was restarted
-    meanwhile and has never heard of the member. Both times are on the coordinator's monotonic clock.
+    `alive_at`: when it is known to have lived (`mesh.store.messages.LeaseLapsed`); None when that is not known, because
+    the store was restarted meanwhile. Both times are on the coordinator's monotonic clock.
     """
-    if failed_at is None or heard_at is None:
-        return True
-    return heard_at <= failed_at + HEARTBEAT_S
+    return failed_at is None or alive_at is None or alive_at <= failed_at
 
 
 def may_have_crossed(failed_at: float | None, noticed_at: float) -> bool:

@@ -108,16 +108,16 @@ class Ending(Assembling):
         member = self._current(event.incarnation)
         if member is not None:
             said_at = self._now.mono if event.said_after is None else event.said_after
-            heard_at = None if event.silent_s is None else said_at - event.silent_s
-            self._settle_lost(member, heard_at=heard_at)
+            alive_at = None if event.silent_s is None else said_at - event.silent_s
+            self._settle_lost(member, alive_at=alive_at)
 
-    def _settle_lost(self, member: MemberRecord, *, heard_at: float | None) -> None:
+    def _settle_lost(self, member: MemberRecord, *, alive_at: float | None) -> None:
         gang = self.gang
         is_being_replaced = member.reason is not None
         how = "it did not answer when it was stopped" if member.is_expiring else "its lease ran out"
         message = f"Rank {member.rank}: {member.machine} was lost ({how})."
         # A lease that had to be ended was renewed until then.
-        silent = not member.is_expiring and blame.was_silent_before(self._failed_at, heard_at)
+        silent = not member.is_expiring and blame.was_silent_before(self._failed_at, alive_at)
         settled = self._settle(member, Settlement.LEASE_LAPSED, reason=Reason.MACHINE_LOST, message=message)
         settled = replace(settled, was_silent_first=silent)
         self._update(settled)
@@ -142,7 +142,7 @@ class Ending(Assembling):
             del self._due.last_words[rank]
             member = self.gang.members.get(rank)
             if member is not None and self._current(member.incarnation) is not None:
-                self._settle_lost(member, heard_at=None)  # nobody watched when it was heard of last
+                self._settle_lost(member, alive_at=None)  # nobody watched
 
     def _on_machine_reclaimed(self, event: MachineReclaimed) -> None:
         gang = self.gang

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank
-from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S, MemberReport
+from mesh.messages import HEARTBEAT_S, LEASE_GUARD_S, LEASE_TTL_S, MemberReport
 from mesh.reasons import Reason
 
 
@@ -103,8 +103,8 @@ class LeaseLapsed:
     """The store declared the member lost: its ttl and the guard are over."""
 
     incarnation: Incarnation
-    silent_s: float | None = LEASE_TTL_S + LEASE_GUARD_S
-    """Since the store heard of it last; None when that store never did (it was restarted meanwhile)."""
+    silent_s: float | None = LEASE_TTL_S + LEASE_GUARD_S + HEARTBEAT_S
+    """Since it is known to have lived; None when that store cannot tell (it was restarted meanwhile)."""
     said_after: float | None = None
     """The store said so after this moment (the coordinator's monotonic clock): it may be read late. None: now."""
 

@@ -41,10 +41,13 @@ class Lease:
     """When it is declared lapsed: receipt + ttl + guard, on the store's clock."""
     connection: ConnectionId | None
     """Where its last grant or renewal came from; None after that connection closed."""
-    heard_at: float | None = None
-    """When its holder's last grant or renewal was received; None while only the coordinator has spoken for it."""
-    unread_from: float | None = None
-    """When the store began to stand still, and nothing was received since: the next renewal may be as old."""
+    alive_at: float | None = None
+    """When its holder lived for certain: it saw the store's answer of that moment before it sent its last renewal. What
+    is received may be old (it lay unread while the store stood still, or travelled for seconds), and its sender
+    dead. None while it has seen none."""
+    answered_at: float | None = None
+    """When its holder's last renewal was answered; over `connection`, as request `answered_id`."""
+    answered_id: int | None = None
     is_expiring: bool = False
     """Nobody renews it any more, whoever asks."""
     is_over: bool = False
@@ -52,10 +55,11 @@ class Lease:
     def renew(self, now: float) -> None:
         self.deadline = now + self.ttl_s + self.guard_s
 
-    def heard(self, now: float) -> None:
-        """Its holder has renewed it; who is dead may have sent what lay unread while the store stood still."""
-        self.heard_at = now if self.unread_from is None else max(self.heard_at or 0.0, self.unread_from)
-        self.unread_from = None
+    def heard(self, request_id: int, now: float) -> None:
+        """Its holder has renewed it, over `connection`. The same id again: it has seen the answer to the one before."""
+        if self.answered_id == request_id:
+            self.alive_at = self.answered_at
+        self.answered_id, self.answered_at = request_id, now
         self.renew(now)
 
 
@@ -195,7 +199,9 @@ class Books:
 
     def hold(self, lease: Lease, connection: ConnectionId) -> None:
         """The lease's holder is at this connection from now on."""
-        self.disown(lease)
+        if lease.connection != connection:
+            self.disown(lease)
+            lease.answered_id = None
         lease.connection = connection
         self._leases.setdefault(connection, set()).add(lease)
 
@@ -246,8 +252,6 @@ class Books:
 
         Every lease starts over for whose ttl the last tick is too long ago: by `STALL_SHARE` of it, on top of
         the pause that ticks have anyhow. Returns whether there was one.
-
-        And of every lease it is noted since when nothing was read: a renewal that lay unread proves no life later.
         """
         if self.last_tick is None or now <= self.last_tick:
             return False
@@ -258,8 +262,6 @@ class Books:
             return False
         for gang in self.gangs.values():
             for lease in gang.leases.values():
-                if lease.unread_from is None:
-                    lease.unread_from = self.last_tick
                 if gap_s > TICK_S_MAX + lease.ttl_s * STALL_SHARE:
                     lease.renew(now)
                     found = True

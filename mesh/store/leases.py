@@ -37,10 +37,10 @@ def grant(
     if refused is not None:
         return [(connection, refused)]
     lease = _new_lease(gang, request, now)
-    if books.roles[connection] is ms.Role.MEMBER:
-        lease.heard_at = now
     books.add_lease(gang, lease)
     books.hold(lease, connection)
+    if books.roles[connection] is ms.Role.MEMBER:
+        lease.heard(request.id, now)
     return [(connection, ms.Done(request.id))]
 
 
@@ -129,7 +129,7 @@ def expire(
 def lapse(books: Books, lease: Lease, now: float) -> list[Output]:
     """Declares the member lost."""
     gang = books.gangs[lease.gang]
-    silent_s = None if lease.heard_at is None else now - lease.heard_at
+    silent_s = None if lease.alive_at is None else now - lease.alive_at
     return [
         *end(books, gang, lease),
         *books.push(ms.LeaseLapsed(gang.uid, gang.epoch, lease.rank, lease.token, silent_s)),
@@ -176,7 +176,7 @@ def _new_lease(gang: Gang, request: ms.GrantLease | ms.Expire, now: float) -> Le
 def _renew(
     books: Books, gang: Gang, lease: Lease, request_id: int, connection: ConnectionId, now: float
 ) -> list[Output]:
-    if now >= lease.deadline or books.is_late(now):
+    if now >= lease.deadline:
         books.absolve_stall(now)
         if now >= lease.deadline:
             message = LEASE_LOST.format(rank=lease.rank, epoch=gang.epoch, gang=gang.uid)
@@ -189,9 +189,11 @@ def _renew(
             f"The lease of rank {lease.rank} in epoch {gang.epoch} of gang {gang.uid} is renewed no more."
         )
         return [(connection, ms.Refused(request_id, Reason.LEASE_LOST, message))]
-    lease.heard(now)
-    if lease.connection != connection:
+    if books.roles[connection] is ms.Role.MEMBER:
         books.hold(lease, connection)
+        lease.heard(request_id, now)
+    else:  # the coordinator speaks for its holder, whoever that is connected to
+        lease.renew(now)
     return [(connection, ms.Done(request_id))]
 
 

@@ -166,7 +166,8 @@ class GrantLease(NamedTuple):
     """The right of this incarnation to run, for `ttl_s` from receipt; declared lapsed after `guard_s` more.
 
     Repeated with the same token it renews, by the terms of the first time. There is no other renewal, so a
-    store that was restarted learns its leases from the next heartbeats.
+    store that was restarted learns its leases from the next heartbeats. With the same id again, over the same
+    connection, the holder says that it has seen the answer to the one before.
     """
 
     id: int
@@ -371,9 +372,10 @@ Reply = Done | Number | Value | Compared | Opened | Welcome | GangList | GangSna
 class LeaseLapsed(NamedTuple):
     """The member is declared lost: its lease ran out, guard included.
 
-    `silent_s`: since its holder's last renewal was received, which may be longer ago than the lease's length (a stall
-    is forgiven). One that lay unread while the store stood still counts as received when that began. None when this
-    store never heard of it (it was restarted, and was told to grant the lease).
+    `silent_s`: since its holder is known to have lived: it has seen what the store answered then, and renewed the
+    lease after that. Longer ago than the lease's length, by a heartbeat or more: a renewal proves no life when it is
+    received, since it may have lain unread or travelled for long. None when it has seen no answer of this store
+    (which was restarted, and was told to grant the lease).
     """
 
     gang: RunUid

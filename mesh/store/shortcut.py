@@ -35,7 +35,6 @@ class Shortcuts:
     """Of one server. `answer` a whole frame; one that took the long way is to be remembered."""
 
     def __init__(self, books: Books) -> None:
-        self._books = books
         self._gangs = books.gangs
         self._frames: dict[bytes, tuple[type, RunUid, Epoch, Any, Any, Any]] = {}
         """By the frame: kind, gang, epoch, key (or rank), what it adds (or its token), what its answer needs."""
@@ -63,11 +62,12 @@ class Shortcuts:
         lease = gang.leases.get(key)
         if lease is None or lease.token != given or lease.connection != connection or now >= lease.deadline:
             return None
-        if lease.is_expiring or lease.unread_from is not None or self._books.is_late(now):
+        answer, request_id = begins
+        if lease.is_expiring or lease.answered_id != request_id:
             return None
-        lease.heard_at = now
+        lease.alive_at, lease.answered_at = lease.answered_at, now
         lease.deadline = now + lease.ttl_s + lease.guard_s
-        return begins  # type: ignore[no-any-return]
+        return answer  # type: ignore[no-any-return]
 
     def _set(self, frame: bytes, size: int) -> bytes | None:
         if not SET_AT < size <= FRAME_BYTES_MAX or frame[5] != _SET_OP:
@@ -106,7 +106,7 @@ class Shortcuts:
         elif isinstance(request, ms.Get):
             self._keep(frame, request, request.key, None, request.id)
         elif isinstance(request, ms.GrantLease):
-            self._keep(frame, request, request.rank, request.token, done_frame(request.id))
+            self._keep(frame, request, request.rank, request.token, (done_frame(request.id), request.id))
 
     def _keep(
         self, frame: bytes, request: ms.Add | ms.Get | ms.GrantLease, key: Any, given: Any, begins: Any

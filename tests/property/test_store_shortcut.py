@@ -86,7 +86,8 @@ class Way:
             uid: (
                 gang.epoch, dict(gang.keys), gang.bytes_held,
                 {
-                    rank: (lease.token, lease.deadline, lease.connection, lease.heard_at)
+                    rank: (lease.token, lease.deadline, lease.connection, lease.alive_at, lease.answered_at,
+                           lease.answered_id)
                     for rank, lease in gang.leases.items()
                 },
             )
@@ -158,7 +159,7 @@ def test_a_renewal_by_the_shortest_way_was_heard() -> None:
         way.state.tick(way.now)
         way.send(FIRST, renewal)
     assert way.shortened == 2
-    assert way.state.books.gangs[uid].leases[Rank(0)].heard_at == 0.1
+    assert way.state.books.gangs[uid].leases[Rank(0)].alive_at == 0.05
 
 
 def test_what_is_known_is_bounded_and_holds_no_secret() -> None:

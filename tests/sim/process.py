@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tests.sim.member import SimMember
 
 SIGTERM, SIGKILL = 15, 9
+SECRETLY_BY_A_PEER = 3
+"""The exit code of a command that a peer's end made fail, and that does not say so."""
 
 
 class SimProcess:
@@ -113,7 +115,8 @@ class SimProcess:
         if exit_.code == 42:
             truth.failed_by_itself(me)
         if not exit_.ok and self.member.core.state.stop_by is None:  # nobody has ordered it to stop
-            truth.died(me, "by a peer" if evidence.blames_peer else "it was killed")
+            is_victim = evidence.blames_peer or exit_.code == SECRETLY_BY_A_PEER
+            truth.died(me, "by a peer" if is_victim else "it was killed")
 
     def vanish(self) -> None:
         """Its machine is gone: nobody is left to say how it ended."""
@@ -145,7 +148,9 @@ class SimProcess:
         share = world.faults.unrelated_dies_of_it if is_for_ranks else world.faults.peer_dies_of_it
         for other in list(world.truth.alive[me.run_uid].values()):
             if other.incarnation.epoch == me.epoch and world.random.random() < share:
-                blames = CauseEvidence(blames_peer=True)
-                other.machine.after(
-                    world.random.uniform(0.0, latest_s), other.end, ProcessExit(code=1), blames
-                )
+                complains = (
+                    world.seed + other.incarnation.rank + me.epoch
+                ) % 4 > 0  # not drawn: seeds stay the same
+                exit_ = ProcessExit(code=1 if complains else SECRETLY_BY_A_PEER)
+                evidence = CauseEvidence(blames_peer=complains)
+                other.machine.after(world.random.uniform(0.0, latest_s), other.end, exit_, evidence)

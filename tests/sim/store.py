@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
+from mesh.messages import HEARTBEAT_S
 from mesh.store import messages as ms
 from mesh.store.books import ConnectionId, Lease, Output
 from mesh.store.limits import TICK_S_MAX
@@ -297,4 +298,4 @@ class SimStore:
 def _hear(lease: Lease, at: float) -> None:
     """A renewal that was received then."""
     lease.renew(at)
-    lease.heard_at = at
+    lease.alive_at, lease.answered_at = at - HEARTBEAT_S, at

@@ -234,9 +234,9 @@ class TrustsEveryStore(StoreTrust):
         return True
 
 
-def _heard_now(lease: StoredLease, now: float) -> None:
-    """A renewal that lay unread while the store stood still is taken for a new one."""
-    lease.heard_at = now
+def _heard_now(lease: StoredLease, request_id: int, now: float) -> None:
+    """A renewal that lay unread, or travelled for long, is taken for a sign of life when it is received."""
+    lease.alive_at = now
     lease.renew(now)
 
 

@@ -14,6 +14,7 @@ from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, Ru
 from mesh.states import RunState
 from mesh.store import messages as ms
 from tests.sim.checkpoint_truth import CheckpointTruth
+from tests.sim.process import SECRETLY_BY_A_PEER
 
 if TYPE_CHECKING:
     from tests.sim.keeper import SimKeeper
@@ -185,14 +186,12 @@ class Truth:
 
     def _check_blame(self, gang: Gang) -> None:
         cause = gang.cause
-        if cause is None or not cause.evidence.blames_peer:
+        first = min(self._deaths.get((gang.uid, gang.epoch), []), default=None)
+        if cause is None or first is None or first[1] == cause.rank or first[2] == "by a peer":
             return
-        if self.world.incidents.has_delayed_news:
-            return  # a renewal that travelled for seconds proves no life at its end: a known gap
-        deaths = self._deaths.get((gang.uid, gang.epoch), [])
-        first = min(deaths, default=None)
-        if first is None or first[1] == cause.rank or first[2] == "by a peer":
-            return
+        is_secret = cause.exit is not None and cause.exit.code == SECRETLY_BY_A_PEER
+        if not cause.evidence.blames_peer and not (is_secret and first[2] == _MACHINE_LOST):
+            return  # nothing could tell it from one that failed by itself
         raise Violation(f"blame: rank {cause.rank} is named, a victim of rank {first[1]} ({first[2]})")
 
     def epoch_heard(self, uid: RunUid, epoch: Epoch) -> None:

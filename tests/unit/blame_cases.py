@@ -15,7 +15,7 @@ from agents.launcher.plain import Plain
 from agents.launcher.strategy import CommandEnd
 from agents.launcher.torchrun import Torchrun
 from coordinator.core.gang_state import RestartKind
-from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S, CauseEvidence, ProcessExit
+from mesh.messages import HEARTBEAT_S, LEASE_GUARD_S, LEASE_TTL_S, CauseEvidence, ProcessExit
 from mesh.reasons import Reason
 
 # ---- what can be heard -------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class FencedItself(Heard):
 class Lapsed(Heard):
     """The store: its lease ran out."""
 
-    silent_s: float | None = LEASE_TTL_S + LEASE_GUARD_S
+    silent_s: float | None = LEASE_TTL_S + LEASE_GUARD_S + HEARTBEAT_S
     read_late_s: float = 0.0
     """For so long the store's word lay unread."""
 

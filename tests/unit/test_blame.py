@@ -57,23 +57,23 @@ def test_a_failure_is_told_with_its_true_exit_and_whose_it_was(
 
 
 @pytest.mark.parametrize(
-    ("failed_at", "heard_at", "was_silent"),
+    ("failed_at", "alive_at", "was_silent"),
     [
         (None, 100.0, True),
         (100.0, 96.7, True),
-        (100.0, 100.4, True),
-        (100.0, 101.0, False),
+        (100.0, 100.0, True),
+        (100.0, 100.1, False),
         (100.0, None, True),
     ],
     ids=[
         "nobody had failed",
         "it was silent",
-        "a heartbeat was under way",
-        "it was renewed after the failure",
+        "it may have died at that moment",
+        "it lived after the failure",
         "the store has never heard of it",
     ],
 )
 def test_a_machine_explains_a_failure_unless_it_was_heard_of_since(
-    failed_at: float | None, heard_at: float | None, was_silent: bool
+    failed_at: float | None, alive_at: float | None, was_silent: bool
 ) -> None:
-    assert blame.was_silent_before(failed_at, heard_at) is was_silent
+    assert blame.was_silent_before(failed_at, alive_at) is was_silent

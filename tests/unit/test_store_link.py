@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from agents import lease_wire
+from agents.core.lease import LeaseTerms
 from coordinator.core.events import (
     BarrierOpened,
     GangEvent,
@@ -263,7 +265,9 @@ async def test_a_store_that_was_told_again_by_a_coordinator_that_died_then_ends_
     async with Line(store, ears):
         told = store.server.state.books.gangs[UID]
         await until(lambda: len(told.leases) == 2)
-        assert told.barriers[ms.START_BARRIER].is_closed, "whoever was admitted by the store before waits for nothing"
+        assert told.barriers[ms.START_BARRIER].is_closed, (
+            "whoever was admitted by the store before waits for nothing"
+        )
         assert not [event for event in ears.heard if isinstance(event, LeaseGone)]
         await ears.hears(LeaseLapsed, rank=0)
         await ears.hears(LeaseLapsed, rank=1)
@@ -491,13 +495,27 @@ async def test_a_store_that_nobody_finds_is_silent_from_the_first_moment(store: 
         await ears.hears(StoreSilent)
 
 
+async def renew_as_a_keeper_does(store: ListeningStore, rank: int) -> float:
+    """Twice, the second time having seen the first answer. Returns when it had."""
+    terms = LeaseTerms(ttl_s=TTL_S, guard_s=GUARD_S, heartbeat_s=TTL_S / 4)
+    renewal = lease_wire.request("renew", request_id=1, incarnation=incarnation(rank), terms=terms)
+    reader, writer = await asyncio.open_connection(store.endpoint.host, store.endpoint.port)
+    answered_at = 0.0
+    for frame in (lease_wire.hello(secret=MEMBER), renewal, renewal):
+        answered_at = time.monotonic()
+        writer.write(frame)
+        size = int.from_bytes(await reader.readexactly(4), "big")
+        await reader.readexactly(size)
+    writer.close()
+    await writer.wait_closed()
+    return answered_at
+
+
 async def test_a_lapse_is_no_younger_than_what_the_store_answered_before(store: ListeningStore) -> None:
     ears = Ears(gang_of(MemberPhase.STARTED, barrier_open=True))
     async with Line(store, ears) as link:
         await insist(link, is_new=True)
-        member = await store.connect()
-        await member.grant_lease(UID, EPOCH, Rank(0), IncarnationToken("t0"), ttl_s=TTL_S, guard_s=GUARD_S)
-        granted_at = time.monotonic()
+        granted_at = await renew_as_a_keeper_does(store, 0)
         await ears.hears(LeaseLapsed, 0)
         (lapsed,) = [event for event in ears.heard if isinstance(event, LeaseLapsed)]
         assert lapsed.said_after is not None and lapsed.silent_s is not None
