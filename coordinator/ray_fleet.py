@@ -35,6 +35,7 @@ from coordinator.fleet import HeldMachine, MachineFacts, MemberGoneError, Shape,
 from coordinator.ray_call import ask_ray
 from coordinator.ray_groups import Key
 from coordinator.ray_reservations import RayReservations
+from coordinator.reach import Reach
 from coordinator.warm_workers import SpareWorkers
 from mesh.errors import MeshTimeoutError, NotFoundError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
@@ -193,16 +194,23 @@ class RayFleet:
         await self._while_there(order.machine, _call(handle.join.remote(order), f"rank {incarnation.rank}"))
 
     async def _while_there(self, machine: MachineName, call: Coroutine[Any, Any, None]) -> None:
-        """Waits for the call no longer than Ray holds the machine for alive. Raises MemberGoneError, and the call's.
+        """Waits for the call no longer than the machine may be there. Raises MemberGoneError, and the call's.
 
-        An actor that was to come up on a machine that is lost waits for another one that it may never have.
+        An actor that was to come up on a machine that is lost waits for another one that it may never have. Ray takes a
+        minute to find a machine lost that says nothing at all.
         """
-        answer = asyncio.create_task(call, name=f"call to {machine}")
+        answer, reach = asyncio.create_task(call, name=f"call to {machine}"), Reach()
         try:
             while not answer.done():
                 await asyncio.wait([answer], timeout=LOOK_S)
-                if not answer.done() and await self._node(machine) is None:
+                if answer.done():
+                    break
+                node = await self._node(machine)
+                if node is None:
                     raise MemberGoneError(f"{machine} is lost.")
+                is_silent = await reach.is_lost(node["NodeManagerAddress"], node["NodeManagerPort"])
+                if is_silent and not answer.done():
+                    raise MemberGoneError(f"{machine} does not answer: its network says nothing.")
             answer.result()
         finally:
             answer.cancel()
