@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agents.core import checkpoint_events as ce
-from agents.core.checkpointing import DOUBT_S, Checkpointing
+from agents.core.checkpoint_doubt import DOUBT_S
+from agents.core.checkpointing import Checkpointing
 from agents.state_look import look, writers
 from agents.state_part import (
     RETRY_FIRST_S,
@@ -79,8 +80,8 @@ class Checkpointer:
         work_dir: a folder of its own beside it.
         store_url: the checkpoint store's.
         root: the process below which everything of the command is: its supervisor.
-        doubt_s: see `agents.core.checkpointing`; longer than a command takes that gives up after a death.
-        is_left_behind: see `agents.core.checkpointing`.
+        doubt_s: see `agents.core.checkpoint_doubt`; longer than a command takes that gives up after a death.
+        is_left_behind: see `agents.core.checkpoint_doubt`.
         hashes: what a restore knows of the files already.
     """
 

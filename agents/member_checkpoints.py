@@ -19,7 +19,7 @@ from pathlib import Path
 from agents import process_tree
 from agents.checkpoint import Checkpointer, CheckpointListener, StoredPart
 from agents.core import events as ev
-from agents.core.checkpointing import DOUBT_S
+from agents.core.checkpoint_doubt import DOUBT_S
 from agents.preparation import Folders
 from agents.restore import Restored, restore
 from mesh.errors import CheckpointError, MeshError

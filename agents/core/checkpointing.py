@@ -4,8 +4,7 @@ Rules of this file:
 1. Pure. `handle(event, now)` is the only door; it never raises for what a directory can look like.
 2. A torn file is never part of a part. While the command runs the whole directory is taken only when it is *settled*:
    nothing changed for SETTLE_S, nobody has a file of it open for writing, and `mesh.checkpoint` is not saving.
-   A file whose writer died before the file was seen closed is in doubt: it may be half of what it should be. While one
-   is, the directory is not taken, until it is written again or the command has outlived it for long.
+   Nor while a file may be half of what it should be, because its writer died (`agents.core.checkpoint_doubt`).
 3. Whole checkpoints of `mesh.checkpoint` say so themselves, so they are taken without that wait, alone when the rest
    of the directory does not come to rest; and they are the only thing that is taken after a command that failed.
 4. Logs (by their names) are copied as far as they are written. They keep nothing waiting and cause no part.
@@ -24,10 +23,11 @@ all directories were at rest at one moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agents.core.checkpoint_doubt import DOUBT_S, Doubts, firm
 from agents.core.checkpoint_events import (
     KEPT,
     AnswerQuestion,
@@ -44,7 +44,6 @@ from agents.core.checkpoint_events import (
     PartLost,
     PartStored,
     PartTorn,
-    ProcessKey,
     Questioned,
     StateSeen,
     TakePart,
@@ -66,9 +65,6 @@ once in every pause would never be seen at rest. Two find every rest between sav
 HURRIED_COST_MAX_S = 0.2
 """A look that takes longer is never hurried: it would cost the command too much."""
 REST_MAX_S = 60.0
-DOUBT_S = 120.0
-"""A command that goes on for so long after one of its processes has died did not need it (torchrun gives up within its
-shutdown timeout, which is why a longer grace period makes this longer)."""
 DOUBT_TOLD_S = 10.0
 RESTLESS_S = 600.0
 """After so long without a part because the directory never came to rest, the user is told."""
@@ -88,13 +84,9 @@ class Checkpointing:
 
     doubt_s: float = DOUBT_S
     is_left_behind: bool = False
-    """The directory is as a life of the rank before this one has left it, which did not end well: what is in it at the
-    first look is in doubt."""
+    """The directory is as a life of the rank before this one has left it, which did not end well."""
     _seen: Look | None = None
-    _unsure: dict[str, set[ProcessKey]] = field(default_factory=dict)
-    """Files that changed and were not seen closed since, each with who was seen to have it open."""
-    _doubtful: dict[str, float] = field(default_factory=dict)
-    """Files that may be half-written, and until when that counts."""
+    _doubts: Doubts = field(default_factory=Doubts)
     _quiet_since: float = 0.0
     _restless_since: float = 0.0
     _last_change: str = ""
@@ -129,6 +121,7 @@ class Checkpointing:
     def begin(self, now: float) -> list[CheckpointingEffect]:
         """The command starts."""
         self._quiet_since = self._restless_since = now
+        self._doubts = Doubts(doubt_s=self.doubt_s, is_left_behind=self.is_left_behind, begun_at=now)
         self._look()
         return self._flush()
 
@@ -159,8 +152,8 @@ class Checkpointing:
             self._looks_again = True
         else:
             self._is_looking = True
-            is_sure = self._seen is not None and not self._unsure
-            self._out.append(LookAtState(sure=_firm(self._seen.entries) if is_sure and self._seen else None))
+            seen = self._seen if self._doubts.is_sure else None
+            self._out.append(LookAtState(sure=None if seen is None else firm(seen.entries)))
 
     def _on_time_passed(self, event: TimePassed, now: float) -> None:
         if self._look_at is not None and now >= self._look_at:
@@ -185,7 +178,7 @@ class Checkpointing:
                     f"'{shown(entry.path)}' is not in the checkpoints of this run: it is {entry.kind}."
                 )
         before, self._seen = self._seen, look
-        changed = None if before is None else first_difference(_firm(before.entries), _firm(look.entries))
+        changed = None if before is None else first_difference(firm(before.entries), firm(look.entries))
         if before is None or changed is not None:
             self._quiet_since = now
             self._last_change = changed or ""
@@ -196,7 +189,8 @@ class Checkpointing:
                 self._look_at = now + min(pause, SETTLE_S)
         else:
             self._hurried = 0
-        self._judge_writers(before, look, now)
+        self._doubts.judge(before, look, now)
+        self._tell_doubts(now)
         newest = look.steps[-1] if look.steps else -1
         if newest > self._covered_step and (self._step_seen_at is None or self._step_seen_at[0] > newest):
             self._step_seen_at = (newest, now)
@@ -216,33 +210,6 @@ class Checkpointing:
             self._complain_if_restless(now)
         elif self._may_take(now) and self._is_settled(now):
             self._take_whole(now)
-
-    def _judge_writers(self, before: Look | None, look: Look, now: float) -> None:
-        """Which files were closed by somebody who lived on. Only such a file is whole for sure."""
-        old = {} if before is None else {entry.path: entry for entry in _firm(before.entries)}
-        died = frozenset() if before is None else before.processes - look.processes
-        seen_open: dict[str, set[ProcessKey]] = {}
-        for path, process in look.writers:
-            seen_open.setdefault(path, set()).add(process)
-        unsure: dict[str, set[ProcessKey]] = {}
-        doubtful: dict[str, float] = {}
-        for entry in _firm(look.entries):
-            path = entry.path
-            has_changed = old.get(path) != entry
-            if entry.kind is not EntryKind.FILE or not (has_changed or path in self._unsure):
-                if self._doubtful.get(path, now) > now:
-                    doubtful[path] = self._doubtful[path]
-                continue
-            writers = self._unsure.get(path, set()) | seen_open.get(path, set())
-            is_left = self.is_left_behind and before is None and path not in seen_open
-            if is_left or (died & writers if writers else died):
-                doubtful[path] = now + self.doubt_s
-            elif has_changed or path in seen_open:
-                unsure[path] = writers
-        for path, until in doubtful.items():
-            if now - (until - self.doubt_s) >= DOUBT_TOLD_S:  # not at every end of a command
-                self._tell_doubt(path)
-        self._unsure, self._doubtful = unsure, doubtful
 
     # ---- deciding -----------------------------------------------------------------------------------
 
@@ -269,13 +236,13 @@ class Checkpointing:
 
     def _is_settled(self, now: float) -> bool:
         assert self._seen is not None
-        if self._seen.is_saving or self._unsure or self._doubtful:
+        if self._seen.is_saving or not self._doubts.is_whole:
             return False
         return now - self._quiet_since >= SETTLE_S
 
     def _is_new(self) -> bool:
         assert self._seen is not None
-        return self._taken is None or _firm(self._seen.entries) != self._taken
+        return self._taken is None or firm(self._seen.entries) != self._taken
 
     def _consider_marked(self, now: float) -> None:
         """The rest does not come to rest: the helper's own checkpoints are whole all the same."""
@@ -289,7 +256,7 @@ class Checkpointing:
         newest = self._seen.steps[-1] if self._seen.steps else -1
         if self._torn > TORN_AT_END_MAX:
             self._finish()
-        elif self._ended and self._is_new() and _firm(self._seen.entries):
+        elif self._ended and self._is_new() and firm(self._seen.entries):
             self._take_whole(now)
         elif not self._ended and newest > self._covered_step:
             self._take_marked(now)
@@ -347,7 +314,7 @@ class Checkpointing:
         self._restless_since = now
         self._digest, self._digest_entries = event.digest, part.entries
         if part.is_whole:
-            self._taken = _firm(part.entries)
+            self._taken = firm(part.entries)
         if marked := _marked_steps(part):
             self._covered_step = max(self._covered_step, *marked)
             self._step_seen_at = None
@@ -369,7 +336,7 @@ class Checkpointing:
             return
         self._tell(event.message)
         if part.is_whole:  # not again before something changes
-            self._taken = _firm(part.entries)
+            self._taken = firm(part.entries)
         self._covered_step = max([self._covered_step, *_marked_steps(part)])
         self._finish_if_over(now)
 
@@ -413,7 +380,7 @@ class Checkpointing:
         seen, question = self._seen, self._question
         if seen is None or question is None or question.digest != self._digest:
             return False
-        return not seen.is_saving and _firm(seen.entries) == _firm(self._digest_entries)
+        return not seen.is_saving and firm(seen.entries) == firm(self._digest_entries)
 
     def _answer(self, holds: bool) -> None:
         question, self._question = self._question, None
@@ -424,29 +391,26 @@ class Checkpointing:
 
     def _complain_if_restless(self, now: float) -> None:
         if now - self._restless_since >= RESTLESS_S:
-            self._last_change = min(self._unsure, default=self._last_change)
+            self._last_change = self._doubts.unsure_path or self._last_change
             self._tell(
                 f"No checkpoint is taken of this rank: its state directory has not been at rest for {SETTLE_S:g} s in "
                 f"the last {RESTLESS_S / 60:g} minutes, '{shown(self._last_change)}' kept changing or open. Save with "
                 "mesh.checkpoint, or keep such files elsewhere."
             )
 
-    def _tell_doubt(self, path: str) -> None:
-        if self._ended is None:
+    def _tell_doubts(self, now: float) -> None:
+        if self._ended is not None:
+            return  # it is in doubt at every end of a command
+        for path, length_s in self._doubts.doubtful(older_than_s=DOUBT_TOLD_S, now=now):
             self._tell(
                 f"'{shown(path)}' may be half-written: a process that may have written it has ended. It is in no "
-                f"checkpoint before it is written again, or the command has run on for {self.doubt_s:g} s."
+                f"checkpoint before it is written again, or the command has run on for {length_s:g} s."
             )
 
     def _tell(self, message: str) -> None:
         if message not in self._told and len(self._told) < 100:
             self._told.add(message)
             self._out.append(TellTrouble(message=message))
-
-
-def _firm(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """What a part is about: what is kept, without logs."""
-    return tuple(entry for entry in entries if entry.kind in KEPT and not entry.is_log)
 
 
 def _marked_steps(part: TakePart) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from agents.core.checkpoint_doubt import DOUBT_S, HELPER_DOUBT_S
 from agents.core.checkpoint_events import (
     AnswerQuestion,
     CheckpointingEffect,
@@ -28,7 +29,7 @@ from agents.core.checkpoint_events import (
     WritersSeen,
 )
 from agents.core.checkpoint_names import is_log_name, step_from_names, steps_of
-from agents.core.checkpointing import DOUBT_S, RESTLESS_S, SETTLE_S, Checkpointing
+from agents.core.checkpointing import RESTLESS_S, SETTLE_S, Checkpointing
 
 
 def file(path: str, size: int = 1, mtime_ns: int = 1) -> Entry:
@@ -213,6 +214,59 @@ def test_a_command_that_outlives_a_death_for_long_did_not_need_it() -> None:
     bench.writers, bench.processes = (), frozenset({(1, 1)})
     bench.wait(DOUBT_S + 5)
     assert len(bench.parts) == 1
+
+
+def copy_with_a_child(bench: Bench, mtime_ns: int, *, child: tuple[int, int]) -> None:
+    """`cp` from a script that lives on, seen while it copies; it ends before the file is seen closed."""
+    bench.writer, bench.writers = child, ("model.pt",)
+    bench.processes = frozenset({(1, 1), child})
+    bench.see(file("model.pt", mtime_ns=mtime_ns))
+    bench.wait(3)
+    bench.writers, bench.processes = (), frozenset({(1, 1)})
+
+
+def test_a_script_that_copies_its_checkpoint_into_place_every_minute_commits_each() -> None:
+    bench = Bench()
+    bench.processes = frozenset({(1, 1)})
+    bench.wait(DOUBT_S + 10)
+    bench.store()
+    for minute in range(1, 6):
+        copy_with_a_child(bench, minute, child=(50 + minute, minute))
+        bench.wait(57)
+        assert bench.store().entries[0].mtime_ns == minute
+    assert bench.said == [
+        f"'model.pt' may be half-written: a process that may have written it has ended. It is in no checkpoint before "
+        f"it is written again, or the command has run on for {HELPER_DOUBT_S:g} s."
+    ]
+
+
+def test_a_copy_that_failed_is_not_taken_while_the_command_dies_of_it() -> None:
+    """It is half a file; its worker raises within the doubt, and the launcher stops the others at its leisure."""
+    bench = Bench()
+    bench.wait(DOUBT_S + 10)
+    before = len(bench.parts)
+    bench.store()
+    bench.processes = frozenset({(1, 1), (7, 1), (99, 9)})
+    bench.writer, bench.writers = (99, 9), ("model.pt",)
+    bench.see(file("model.pt"))
+    bench.wait(3)
+    bench.writers, bench.processes = (), frozenset({(1, 1), (7, 1)})
+    bench.wait(HELPER_DOUBT_S - 5)
+    bench.processes = frozenset({(1, 1)})
+    bench.wait(DOUBT_S - 10)
+    assert len(bench.parts) == before
+    bench.wait(20)
+    assert len(bench.parts) == before + 1
+
+
+def test_a_process_of_the_commands_first_minutes_is_no_helper() -> None:
+    bench = Bench()
+    bench.processes = frozenset({(1, 1)})
+    bench.wait(30)
+    before = len(bench.parts)
+    copy_with_a_child(bench, 5, child=(50, 5))
+    bench.wait(HELPER_DOUBT_S + 20)
+    assert len(bench.parts) == before
 
 
 def test_what_a_life_that_ended_badly_has_left_is_not_taken_before_it_is_written_again() -> None:
