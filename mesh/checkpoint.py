@@ -20,7 +20,8 @@ Rules of this file:
 2. A checkpoint is a directory `step-00000100`. It is written under another name, flushed to the disk with a list of its
    files, sizes and sha256 (`checkpoint.json`), and then renamed: whoever looks sees all of it or nothing.
 3. `latest` offers nothing whose files are missing or of another size than the list says.
-4. An older checkpoint is removed only when a newer one is whole. A full disk costs the new one, never the old.
+4. A checkpoint is removed only when another one is whole: an older one when a newer one is, one of the same step when
+   what replaces it is. A full disk costs the new one, never the old; a crash at any moment leaves one, if there was one.
 5. One process per machine saves into one directory: on several processes per machine, the one with LOCAL_RANK 0.
 """
 
@@ -51,11 +52,12 @@ PICKLE_NAME = "state.pickle"
 BYTES_NAME = "state.bin"
 KEEP_DEFAULT = 3
 STEP_MAX = 10**15
+DIGITS_MAX = 16
 FREE_BYTES_LOW = 1 << 20
 """A write that failed with less than this free is put down to the full disk, whatever the writer called it."""
 CHUNK_BYTES = 1 << 20
 
-_STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d{{8,16}})\Z")
+_STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d{{8,{DIGITS_MAX}}})\Z")
 _TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}\d+-(\d+)-[0-9a-f]+\Z")
 
 
@@ -99,7 +101,8 @@ def save(
             raise _space_error(parent, step) from error
         raise
     for old in _complete(parent)[keep:]:
-        _remove(old)
+        if old != final:  # of an earlier step than what lies there: its caller is given it
+            _remove(old)
     return final
 
 
@@ -193,11 +196,22 @@ def _write_marker(folder: Path, step: int) -> None:
 
 
 def _put_in_place(temporary: Path, final: Path) -> Path:
-    if final.exists():  # of an earlier life: what comes now replaces it
+    if final.exists():  # of an earlier life: what comes now replaces it, and is there before that goes
+        beside = _same_step_beside(final)
+        temporary.rename(beside)
+        _flush(final.parent)
         _remove(final)
+        temporary = beside
     temporary.rename(final)
     _flush(final.parent)
     return final
+
+
+def _same_step_beside(final: Path) -> Path:
+    """Another name that says the same step: with more zeros before it."""
+    digits = final.name.removeprefix(STEP_PREFIX)
+    names = (f"{STEP_PREFIX}{digits:0>{width}}" for width in range(len(digits) + 1, DIGITS_MAX + 1))
+    return next(path for name in names if not (path := final.with_name(name)).exists())
 
 
 def _remove(checkpoint: Path) -> None:

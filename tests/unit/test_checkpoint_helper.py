@@ -73,6 +73,52 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000005"]
 
 
+CRASHES = """
+import os, pathlib, sys
+from mesh import checkpoint
+
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open")
+top, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+for number in range(200):
+    directory = top / str(number)
+    checkpoint.save(b"before", step=5, directory=directory, keep=1)
+    child = os.fork()
+    if child == 0:
+        left = number
+        def crash(event, arguments):
+            global left
+            if event in CHANGES:
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+        sys.addaudithook(crash)
+        checkpoint.save(b"after", step=step, directory=directory, keep=1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found = checkpoint.latest(directory, verify=True)
+    assert found is not None and checkpoint.load(found) in (b"before", b"after"), (number, os.listdir(directory))
+    checkpoint.save(b"again", step=step, directory=directory, keep=1)
+    assert os.listdir(directory) == [f"step-{step:08d}"] and checkpoint.load(directory / f"step-{step:08d}") == b"again"
+    if status == 0:
+        break
+assert status == 0 and number > 5, number
+"""
+
+
+@pytest.mark.parametrize("step", [5, 6], ids=["the same step", "the next"])
+def test_a_crash_at_any_moment_leaves_a_whole_one_however_few_are_kept(tmp_path: Path, step: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CRASHES, str(tmp_path), str(step)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_what_save_returns_is_there_also_when_later_steps_are(tmp_path: Path) -> None:
+    """A script that began again from an older one; what it had saved after that is still newer by its number."""
+    checkpoint.save(9, step=9, directory=tmp_path, keep=1)
+    assert checkpoint.load(checkpoint.save(5, step=5, directory=tmp_path, keep=1)) == 5
+
+
 def test_a_writer_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     before = checkpoint.save(1, step=1, directory=tmp_path)
 
