@@ -5,7 +5,8 @@ Rules of this file:
 2. The directory is touched only when everything that it lacks has been fetched and verified. What fails before leaves
    it as it was. A crash in the middle leaves a mixture that no command ever sees: the next restore completes it.
 3. Nothing of the user's is destroyed: what is not in the checkpoint moves to `uncommitted/<epoch>` beside the state
-   directory. Only the last such folder is kept.
+   directory. Only the last such folder is kept; but what a restore has moved that did not come to its end (a mark says
+   so) stays until one has.
 4. A file that is right already, by size and sha256, stays as it is.
 5. A damaged checkpoint is a CheckpointError that names checkpoint, file and rank: the one before is to be tried. A
    store that is away is a CheckpointStoreError: this one is to be tried again.
@@ -141,8 +142,13 @@ class _Restoring:
         return self.state_dir.with_name("restoring")
 
     @property
-    def aside_dir(self) -> Path:
-        return self.state_dir.with_name("uncommitted") / str(self.epoch)
+    def all_aside_dir(self) -> Path:
+        return self.state_dir.with_name("uncommitted")
+
+    @property
+    def unfinished_mark(self) -> Path:
+        """Is there from the first move until everything is in its place."""
+        return self.all_aside_dir / "unfinished"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -173,6 +179,7 @@ class _Restoring:
         self._check_stop()
         self._move_others_aside(wanted)
         self._put_in_place(wanted, places)
+        self.unfinished_mark.unlink(missing_ok=True)
         return self.done
 
     # ---- what is wanted ----------------------------------------------------------------------------
@@ -289,10 +296,9 @@ class _Restoring:
         others = [path for path in _everything(self.state_dir) if not self._stays(path, wanted)]
         if not others:
             return
-        shutil.rmtree(self.aside_dir.parent, ignore_errors=True)
-        self.done.aside = self.aside_dir
+        aside = self.done.aside = self._fresh_aside_dir()
         for path in sorted(others, reverse=True):  # what is in a folder before the folder
-            source, target = self.state_dir / path, self.aside_dir / path
+            source, target = self.state_dir / path, aside / path
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if source.is_dir() and not source.is_symlink():
                 target.mkdir(exist_ok=True)
@@ -301,6 +307,17 @@ class _Restoring:
                 continue
             _move(source, target)
             self.done.moved_aside += 1
+
+    def _fresh_aside_dir(self) -> Path:
+        if not self.unfinished_mark.exists():
+            shutil.rmtree(self.all_aside_dir, ignore_errors=True)
+        self.all_aside_dir.mkdir(exist_ok=True, mode=0o700)
+        self.unfinished_mark.touch()
+        name, again = str(self.epoch), 1
+        while (folder := self.all_aside_dir / name).exists():  # of a try before in the same epoch
+            again += 1
+            name = f"{self.epoch}.{again}"
+        return folder
 
     def _stays(self, path: str, wanted: dict[str, FileRecord]) -> bool:
         record, place = wanted.get(path), self.state_dir / path

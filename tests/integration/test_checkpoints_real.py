@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from agents import restore as restore_module
 from agents.checkpoint import Checkpointer, CheckpointListener, StoredPart
 from agents.restore import restore
 from agents.state_look import look, writers
@@ -503,6 +504,38 @@ async def test_two_ranks_one_of_which_writes_nothing(tmp_path: Path) -> None:
     assert os.listdir(zero.state) == ["ckpt-5.pt"]
     assert os.listdir(one.state) == []
     assert os.listdir(one.state.parent / "uncommitted" / "2") == ["late"]
+
+
+class CrashedError(BaseException):
+    """Nothing is tidied up after it that a killed process would not have."""
+
+
+def test_what_restores_that_crashed_had_moved_aside_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "0" / "state"
+    state.mkdir(parents=True)
+    files = ["a", "b", "c", "d"]
+    for name in files:
+        (state / name).write_bytes(name.encode())
+    move = restore_module._move
+
+    def move_and_crash(source: Path, target: Path) -> None:
+        move(source, target)
+        raise CrashedError
+
+    monkeypatch.setattr(restore_module, "_move", move_and_crash)
+    for epoch in (2, 2, 3):  # another life of the rank in the same epoch, and the next
+        with pytest.raises(CrashedError):
+            restore(None, run=RUN, epoch=Epoch(epoch), rank=Rank(0), state_dir=state)
+    monkeypatch.setattr(restore_module, "_move", move)
+    restore(None, run=RUN, epoch=Epoch(4), rank=Rank(0), state_dir=state)
+    aside = tmp_path / "0" / "uncommitted"
+    assert sorted(path.name for path in aside.glob("*/*")) == files
+    assert not (aside / "unfinished").exists() and os.listdir(state) == []
+    (state / "late").write_bytes(b"!")
+    restore(None, run=RUN, epoch=Epoch(5), rank=Rank(0), state_dir=state)
+    assert os.listdir(aside) == ["5"]
 
 
 def test_without_a_checkpoint_the_directory_becomes_empty_and_only_the_last_remains_are_kept(
