@@ -21,7 +21,7 @@ Rules of this file:
    files, sizes and sha256 (`checkpoint.json`), and then renamed: whoever looks sees all of it or nothing.
 3. `latest` offers nothing whose files are missing or of another size than the list says.
 4. A checkpoint is removed only when another one is whole: an older one when a newer one is, one of the same step when
-   what replaces it is. A full disk costs the new one, never the old; a crash at any moment leaves one, if there was one.
+   what replaces it is. A full disk costs the new one, never the old; a crash at any moment leaves one, if there was.
 5. One process per machine saves into one directory: on several processes per machine, the one with LOCAL_RANK 0.
 """
 
