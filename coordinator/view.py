@@ -20,6 +20,7 @@ from mesh.states import RunState
 _SECRET = re.compile("key|token|secret|passw|_pwd|credential|auth", re.IGNORECASE)
 LOCAL_PROVIDER = "local"
 """What machines that are simulated on the head's host say of themselves."""
+SHELL_CODES_OF_NO_START = {Reason.COMMAND_NOT_FOUND: 127, Reason.COMMAND_NOT_EXECUTABLE: 126}
 CANCELLED_EXIT_CODE = 130
 """What a shell reports for a command that was interrupted."""
 
@@ -104,7 +105,8 @@ def shown_spec(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def exit_code(gang: Gang) -> int | None:
-    """The run's own exit code once it has ended; None while it lives and when no process gave one."""
+    """The run's own exit code once it has ended: a shell's, where its command did not start. None while it lives, and
+    when no command's end was the cause."""
     if gang.state is RunState.SUCCEEDED:
         return 0
     if gang.state is RunState.CANCELLED:
@@ -112,7 +114,7 @@ def exit_code(gang: Gang) -> int | None:
     cause = story.last_cause(gang)
     if gang.state is RunState.FAILED and cause is not None:
         true_exit = cause.evidence.exit or cause.exit
-        return None if true_exit is None else true_exit.shell_code
+        return SHELL_CODES_OF_NO_START.get(cause.reason) if true_exit is None else true_exit.shell_code
     return None
 
 

@@ -76,7 +76,6 @@ _CODE_OF_CLASS: tuple[tuple[type[MeshError], ExitCode], ...] = (
     (TransportError, ExitCode.NO_DEPLOYMENT),
     (MeshTimeoutError, ExitCode.TIMEOUT),
 )
-_CODE_OF_REASON = {"CommandNotFound": 127, "CommandNotExecutable": 126}
 
 
 def code_of_error(error: MeshError) -> ExitCode:
@@ -96,4 +95,4 @@ def code_of_run(run: Mapping[str, Any]) -> int:
         return int(status["exitCode"])
     if state is RunState.CANCELLED:
         return ExitCode.INTERRUPTED
-    return _CODE_OF_REASON.get(str(status["reason"]), ExitCode.FAILED)
+    return ExitCode.FAILED

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from coordinator import story, view
 from coordinator.core.gang_state import (
     Chapter,
@@ -144,6 +146,24 @@ def test_a_rank_that_was_replaced_while_assembling_has_two_lives_in_one_epoch() 
     first, second = view.attempt_resources(run)
     assert (first["reason"], first["message"], first["cause"]) == ("MachineRefused", "m1 is no good.", None)
     assert (second["reason"], cause_of(second)["rank"]) == ("MachineLost", 1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (Reason.COMMAND_NOT_FOUND, 127),
+        (Reason.COMMAND_NOT_EXECUTABLE, 126),
+        (Reason.WORKING_DIR_MISSING, None),
+        (Reason.MACHINE_LOST, None),
+    ],
+)
+def test_a_command_that_did_not_start_has_the_exit_code_that_a_shell_gives(
+    reason: Reason, code: int | None
+) -> None:
+    """`mesh run` ended with it, and the tables showed none."""
+    cause = Failure(rank=Rank(0), at=160.0, reason=reason, message="It did not start.")
+    failed = gang(replace(FIRST, cause=cause), state=RunState.FAILED, cause=cause)
+    assert view.exit_code(failed) == code
 
 
 def test_the_exit_code_and_the_cause_are_the_last_epoch_s() -> None:
