@@ -172,8 +172,8 @@ class RunStatus(TypedDict):
     epoch: int
     """0 before the first assembly."""
     exitCode: int | None
-    """The run's own exit code once it has ended: of the failing rank, 128 + n for signal n, 126 and 127 when its command
-    could not be executed or was not found."""
+    """The run's own exit code once it has ended: of the failing rank, 128 + n for signal n, 126 and 127 when its
+    command could not be executed or was not found."""
     topology: TopologyStatus
     barrier: BarrierStatus
     startedAt: float | None

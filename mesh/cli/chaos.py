@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mesh.states import HarmKind
 
 LOOK_S = 0.5
+TELL_AGAIN_S = 10.0
+"""How often at most it is said what the moment still waits for, where no line moves."""
 TIMEOUT_S_DEFAULT = 600.0
 FIRST_LINE_LIMIT_S = 15.0
 """A command that prints nothing for so long after it runs again is not waited for."""
@@ -171,7 +173,7 @@ async def _chaos(name: str, plan: _Plan, output: OutputFormat, state: Any, url: 
     async with client_for(state, url) as client, terminal.working(f"Waiting for {name} to run") as spinner:
         try:
             async with asyncio.timeout(plan.timeout_s):
-                before = await _moment(client, name, plan, spinner)
+                before = await _moment(client, name, plan, terminal, spinner)
         except TimeoutError:
             raise MeshTimeoutError(
                 f"The moment did not come within {plan.timeout_s:g} s; nothing was done to {name}.",
@@ -197,31 +199,53 @@ async def _chaos(name: str, plan: _Plan, output: OutputFormat, state: Any, url: 
     return ExitCode.OK if outcome.is_well else ExitCode.FAILED
 
 
-async def _moment(client: MeshClient, name: str, plan: _Plan, spinner: Spinner) -> Mapping[str, Any]:
-    """The run at the moment that was asked for. Raises ConflictError when it has ended before."""
+async def _moment(
+    client: MeshClient, name: str, plan: _Plan, terminal: Terminal, spinner: Spinner
+) -> Mapping[str, Any]:
+    """The run at the moment that was asked for, and until then what is missing. ConflictError: it ended before."""
     from mesh.errors import ConflictError
     from mesh.states import RunState
 
-    if plan.at_step is not None:
-        spinner.say(f"Waiting for {name} to commit a checkpoint of step {plan.at_step}")
+    told, told_at = "", -TELL_AGAIN_S
     while True:
         run: Mapping[str, Any] = await client.get_run(name)
         status = run["status"]
-        checkpoint = status["checkpoint"]
         if RunState(status["state"]).is_terminal:
             raise ConflictError(
                 f"{name} has ended ({status['state']}) before anything was done to it.",
                 hint="Give it longer to run, or do it harm earlier.",
             )
-        is_running = status["state"] == RunState.RUNNING
-        steps = -1 if checkpoint is None or checkpoint["step"] is None else checkpoint["step"]
-        if is_running and (plan.at_step is None or steps >= plan.at_step):
-            ran_s = time.time() - max((e["runningAt"] or 0.0) for e in status["epochs"])
-            if ran_s >= plan.after_s or plan.at_step is not None:
-                return run
-            await asyncio.sleep(min(LOOK_S, plan.after_s - ran_s))
-            continue
-        await asyncio.sleep(LOOK_S)
+        left_s, missing = _until(run, at_step=plan.at_step, after_s=plan.after_s, now=time.time())
+        if left_s <= 0.0:
+            return run
+        spinner.say(missing)
+        if missing != told and time.monotonic() - told_at >= TELL_AGAIN_S:
+            told, told_at = missing, time.monotonic()
+            terminal.note(missing)
+        await asyncio.sleep(min(LOOK_S, left_s))
+
+
+def _until(run: Mapping[str, Any], *, at_step: int | None, after_s: float, now: float) -> tuple[float, str]:
+    """How long the moment is away at least (seconds), and what it waits for."""
+    from mesh.cli.output import span
+    from mesh.cli.terminal import printable
+    from mesh.states import RunState
+
+    name, status = printable(run["metadata"]["name"]), run["status"]
+    if status["state"] != RunState.RUNNING:
+        return LOOK_S, f"{name} is {status['state']}: waiting for it to run."
+    if at_step is None:
+        left_s = max((e["runningAt"] or 0.0) for e in status["epochs"]) + after_s - now
+        return left_s, f"{name} runs: harm in {span(left_s)}."
+    checkpoint = status["checkpoint"]
+    newest = None if checkpoint is None else checkpoint["step"]
+    if newest is not None and newest >= at_step:
+        return 0.0, ""
+    if checkpoint is None:
+        so_far = "none is committed yet"
+    else:
+        so_far = "the newest names no step" if newest is None else f"the newest is of step {newest}"
+    return LOOK_S, f"{name}: waiting for a checkpoint of step {at_step} or later; {so_far}."
 
 
 async def _watch(

@@ -145,4 +145,5 @@ def test_the_wait_for_a_moment_that_does_not_come_ends(shell: Shell, tmp_path: P
     submitted(shell, "waits", "--", "script", "hang")
     done = shell.mesh("chaos", "waits", "--kill-rank", "0", "--at-step", "5", "--timeout", "500ms")
     assert (done.returncode, "nothing was done to waits" in done.stderr) == (124, True), done.stderr
+    assert "waits: waiting for a checkpoint of step 5 or later; none is committed yet." in done.stderr
     assert shell.mesh("cancel", "waits").returncode == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mesh.cli import machines
+from mesh.cli import chaos, machines
 from mesh.cli.attend import StoryTeller, summary_of
 from mesh.cli.dry_run import print_dry_run
 from mesh.cli.exit_codes import ExitCode, code_of_error, code_of_run
@@ -69,6 +69,26 @@ def run_that(
 )
 def test_a_run_that_did_not_succeed_is_never_exit_code_zero(run: dict[str, Any], code: int) -> None:
     assert code_of_run(run) == code
+
+
+STEP_5 = "r: waiting for a checkpoint of step 5 or later"
+
+
+@pytest.mark.parametrize(
+    ("run", "at_step", "left_s", "missing"),
+    [
+        (run_that("Assembling"), 5, 0.5, "r is Assembling: waiting for it to run."),
+        (run_that("Running", checkpoint=None), 5, 0.5, f"{STEP_5}; none is committed yet."),
+        (run_that("Running", checkpoint={"step": None}), 5, 0.5, f"{STEP_5}; the newest names no step."),
+        (run_that("Running", checkpoint={"step": 4}), 5, 0.5, f"{STEP_5}; the newest is of step 4."),
+        (run_that("Running", checkpoint={"step": 7}), 5, 0.0, ""),
+        (run_that("Running", epochs=[{"runningAt": 90.0}]), None, 20.0, "r runs: harm in 20s."),
+    ],
+)  # fmt: skip
+def test_chaos_says_what_its_moment_waits_for(
+    run: dict[str, Any], at_step: int | None, left_s: float, missing: str
+) -> None:
+    assert chaos._until(run, at_step=at_step, after_s=30.0, now=100.0) == (left_s, missing)
 
 
 def test_every_error_has_an_exit_code_other_than_zero() -> None:
