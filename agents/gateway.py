@@ -45,6 +45,8 @@ from mesh.errors import DeploymentError, MeshError, RemoteProtocolError, SpecErr
 from mesh.ids import MachineName
 from mesh.net import redirect
 from mesh.net.gateway import Gateway
+from mesh.net.shim import library as shim
+from mesh.net.shim.table import ShimTable
 from mesh.net.sockets import has_ipv6
 from mesh.reasons import Reason
 from mesh.wire import FrameParser, encode_frame
@@ -60,9 +62,17 @@ class GatewayProcess:
     """A gateway, its redirect, and the control socket."""
 
     def __init__(
-        self, *, folder: Path, deployment: str, machine: str, overlay: tuple[str, ...], redirects: bool
+        self,
+        *,
+        folder: Path,
+        deployment: str,
+        machine: str,
+        overlay: tuple[str, ...],
+        redirects: bool,
+        shims: bool = False,
     ) -> None:
-        self.gateway = Gateway(deployment=deployment, machine=MachineName(machine))
+        self._shim = ShimTable(folder / shim.TABLE_NAME) if shims else None
+        self.gateway = Gateway(deployment=deployment, machine=MachineName(machine), shim=self._shim)
         self._folder = folder
         self._deployment = deployment
         self._overlay = tuple(net for net in overlay if ":" not in net or has_ipv6())
@@ -96,6 +106,8 @@ class GatewayProcess:
         await self.gateway.stop()
         if self._redirects:
             await redirect.remove(self._deployment)
+        if self._shim is not None:
+            self._shim.close()
         (self._folder / CONTROL_NAME).unlink(missing_ok=True)
 
     async def perform(self, request: Request) -> Any:
@@ -215,7 +227,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NETWORK",
         help=f"where overlay addresses are taken from; may be repeated (default: {' '.join(redirect.OVERLAY)})",
     )
-    parser.add_argument(
+    capture = parser.add_mutually_exclusive_group()
+    capture.add_argument(
+        "--shim",
+        action="store_true",
+        help="without rights: no rules and no addresses; programs reach the gateway by the shim (docs/mesh.md)",
+    )
+    capture.add_argument(
         "--no-redirect", action="store_true", help="no rules and no addresses: whoever dials the capture port"
     )
     return parser
@@ -224,6 +242,9 @@ def build_parser() -> argparse.ArgumentParser:
 async def serve(options: argparse.Namespace) -> None:
     """Until SIGTERM or SIGINT. Raises MeshError, OSError."""
     listen_on = tuple(address_and_port(text) for text in options.listen)
+    overlay = tuple(options.overlay or redirect.OVERLAY)
+    if options.shim and overlay != shim.OVERLAY:
+        raise SpecError("The shim knows no other overlay.", field="overlay", got=" ".join(overlay))
     lock = take_folder(options.folder)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -232,8 +253,9 @@ async def serve(options: argparse.Namespace) -> None:
         folder=options.folder,
         deployment=options.deployment,
         machine=options.machine,
-        overlay=tuple(options.overlay or redirect.OVERLAY),
-        redirects=not options.no_redirect,
+        overlay=overlay,
+        redirects=not (options.no_redirect or options.shim),
+        shims=options.shim,
     )
     try:
         ready = await process.start(listen_on=listen_on)

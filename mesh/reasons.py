@@ -34,6 +34,7 @@ class Reason(StrEnum):
     MACHINE_RECLAIMED = "MachineReclaimed"
     GANG_ASSEMBLY_TIMEOUT = "GangAssemblyTimeout"
     PREPARATION_FAILED = "PreparationFailed"
+    SHIM_NOT_LOADED = "ShimNotLoaded"
     FENCE_FAILED = "FenceFailed"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     NO_PROGRESS = "NoProgress"

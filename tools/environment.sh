@@ -66,7 +66,7 @@ make_venv() {
 }
 
 wanted() {
-  { "$1" --version; cat pyproject.toml constraints.txt tools/environment.sh; } 2>&1 | sha256sum | cut -d' ' -f1
+  { "$1" --version; cat pyproject.toml setup.py constraints.txt tools/environment.sh mesh/net/shim/native/*.[ch]; } 2>&1 | sha256sum | cut -d' ' -f1
 }
 
 install() {

@@ -13,7 +13,7 @@ from mesh.ids import MachineName, Rank, RunUid
 from mesh.net.clock import wall_clock
 from mesh.net.dialling import Dialler, DialRefused
 from mesh.net.gate import Gate
-from mesh.net.identity import Identity
+from mesh.net.identity import Identity, MachineIdentity
 from mesh.net.preface import MemberTarget, Preface
 from mesh.net.refusals import Refusal
 from mesh.net.roster import Machines
@@ -79,6 +79,15 @@ class Departure:
                 destination = Destination(machine=place.machine, member=target)
                 self._by_address.update(dict.fromkeys(place.overlay, destination))
 
+    def addresses_of(self, identity: Identity) -> tuple[str, ...]:
+        """The overlay addresses of a machine or a member; none when it is not known here."""
+        if isinstance(identity, MachineIdentity):
+            machine = self.machines.get(identity.machine)
+            return machine.overlay if machine else ()
+        roster = self._gate.rosters.get(identity.run)
+        places = roster.members if roster else ()
+        return next((place.overlay for place in places if place.rank == identity.rank), ())
+
     async def carry(self, sock: socket.socket) -> None:
         """One captured connection, up to the running stream; refused means reset. Takes the socket over."""
         try:
@@ -91,6 +100,8 @@ class Departure:
             self.refused[refused.reason] += 1
             _log.info("a connection of a member was refused: %s: %s", refused.reason, refused.message)
             reset(sock)
+        except OSError:  # the member is gone already
+            sock.close()
         except BaseException:
             sock.close()
             raise

@@ -27,7 +27,7 @@ from mesh.net.greeting import read_frame
 from mesh.net.identity import MachineIdentity, PeerCertificate
 from mesh.net.preface import Answer, Preface, decode_answer, encode_preface
 from mesh.net.refusals import Refusal
-from mesh.net.sockets import prepare
+from mesh.net.sockets import bind_source, prepare
 from mesh.net.tls import peer_certificate
 
 CONNECT_LIMIT_S = 5.0
@@ -178,12 +178,14 @@ async def connect_to_any(name: MachineName, addresses: Sequence[tuple[str, int]]
     raise DialRefused(Refusal.PEER_UNREACHABLE, f"{name} cannot be reached: {said}.")
 
 
-async def connect(host: str, port: int) -> socket.socket:
+async def connect(host: str, port: int, *, source: str | None = None) -> socket.socket:
     """A connected, prepared socket. Addresses only, no names: nothing here asks a resolver. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         prepare(sock)
+        if source is not None:
+            bind_source(sock, source)
         await asyncio.get_running_loop().sock_connect(sock, (host, port))
     except BaseException:
         sock.close()

@@ -28,11 +28,13 @@ from mesh.net.dialling import Dialler, Leg, connect_to_any
 from mesh.net.door import Door
 from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate, Refused
-from mesh.net.identity import MachineIdentity, MemberIdentity, PeerCertificate
+from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
 from mesh.net.reception import Reception
 from mesh.net.refusals import Refusal
 from mesh.net.relay_client import RelayClient, RelayLine, RelayPlace
 from mesh.net.roster import Machines, Revocations, Roster
+from mesh.net.shim import addresses as shim_addresses
+from mesh.net.shim.table import ShimTable
 from mesh.net.sockets import has_ipv6, listen, original_target, reset
 from mesh.net.streams import Streams
 from mesh.net.tls import Credentials, client_context, server_context
@@ -63,6 +65,7 @@ class Gateway:
 
     Args:
         target_of: what a captured connection was dialled to; None when it was not captured.
+        shim: what programs here share with it, where they have the shim and nothing is redirected.
     """
 
     def __init__(
@@ -72,10 +75,12 @@ class Gateway:
         machine: MachineName,
         limits: Limits | None = None,
         target_of: Callable[[socket.socket], tuple[str, int] | None] = original_target,
+        shim: ShimTable | None = None,
     ) -> None:
         self.identity = MachineIdentity(deployment=deployment, machine=machine)
         self.gate = Gate(deployment=deployment, machine=machine)
         self.limits = limits or Limits()
+        self._shim = shim
         self._server: ssl.SSLContext | None = None
         self._streams = Streams(self.gate, streams_max=self.limits.streams_max)
         self._doorkeeper = Doorkeeper(
@@ -88,10 +93,14 @@ class Gateway:
             streams=self._streams,
             doorkeeper=self._doorkeeper,
             waiting_max=self.limits.waiting_max,
+            source_of=self._source_of,
         )
         dialler = Dialler(deployment=deployment, route=self._route, check=self._check)
         self._departure = Departure(
-            gate=self.gate, streams=self._streams, dialler=dialler, target_of=target_of
+            gate=self.gate,
+            streams=self._streams,
+            dialler=dialler,
+            target_of=shim.target_of if shim else target_of,
         )
         self._departing = 0
         self._relay: RelayClient | None = None
@@ -109,8 +118,8 @@ class Gateway:
         captures: list[socket.socket] = []
         try:
             if capture_port is not None:
-                captures.append(listen("127.0.0.1", capture_port))
-                if has_ipv6():
+                captures.append(listen(self._capture_host, capture_port))
+                if has_ipv6() and self._shim is None:
                     captures.append(listen("::1", captures[0].getsockname()[1]))
             self._doorkeeper.open(listen_on)
         except OSError:
@@ -126,6 +135,8 @@ class Gateway:
             for sock in captures
         ]
         self._streams.start()
+        if self._shim is not None and captures:
+            self._shim.serve(captures[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Stops listening, cuts every stream. May be called again."""
@@ -148,6 +159,10 @@ class Gateway:
     @property
     def capture_port(self) -> int | None:
         return self._captures[0].address[1] if self._captures else None
+
+    @property
+    def _capture_host(self) -> str:
+        return "127.0.0.1" if self._shim is None else shim_addresses.GATEWAY
 
     def counters(self) -> dict[str, Any]:
         """What happened here so far, and how much is open."""
@@ -199,7 +214,7 @@ class Gateway:
 
     def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:
         """Services of this machine that other machines may reach; replaces those before."""
-        self.gate.offer(ports, deliver_to=deliver_to)
+        self.gate.offer(ports, deliver_to=self._here(deliver_to))
 
     def set_roster(self, roster: Roster) -> None:
         """A run's new epoch; streams of its older ones are cut. Raises FencedError for an older one."""
@@ -218,6 +233,7 @@ class Gateway:
         if (member.deployment, member.machine) != (self.identity.deployment, self.identity.machine):
             raise AuthenticationError(f"{member.uri} is not a member on {self.identity.machine}.")
         context = client_context(credentials)
+        deliver_to = self._here(deliver_to)
         self.gate.host(member.run, member.epoch, member.rank, deliver_to=deliver_to)
         speaker = Speaker(identity=member, serial=shown.serial, context=context, deliver_to=deliver_to)
         self._departure.host(member.run, member.rank, speaker)
@@ -272,6 +288,15 @@ class Gateway:
         if place is not None and not place.gateway and self._relay is not None:
             return await self._relay.dial(machine, context)
         return Leg(socket=await connect_to_any(machine, place.gateway if place else ()))
+
+    def _here(self, deliver_to: tuple[str, ...]) -> tuple[str, ...]:
+        """Where these addresses are on this machine."""
+        return deliver_to if self._shim is None else shim_addresses.loopbacks_of(deliver_to)
+
+    def _source_of(self, peer: Identity, target: str) -> str | None:
+        if self._shim is None:
+            return None
+        return shim_addresses.source_like(target, self._departure.addresses_of(peer))
 
     def _machine_context(self) -> ssl.SSLContext:
         assert self._departure.machine is not None, "set_relay is refused before set_identity"

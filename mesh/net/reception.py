@@ -13,6 +13,7 @@ import asyncio
 import errno
 import socket
 import ssl
+from collections.abc import Callable, Sequence
 
 from mesh.errors import RemoteProtocolError
 from mesh.net.channel import Channel
@@ -43,13 +44,23 @@ class Reception:
 
     Args:
         waiting_max: how many streams may wait for what is not here yet.
+        source_of: where the connection to a target is to come from, for who asks; None when it is all the same.
     """
 
-    def __init__(self, *, gate: Gate, streams: Streams, doorkeeper: Doorkeeper, waiting_max: int) -> None:
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        streams: Streams,
+        doorkeeper: Doorkeeper,
+        waiting_max: int,
+        source_of: Callable[[Identity, str], str | None],
+    ) -> None:
         self._gate = gate
         self._streams = streams
         self._doorkeeper = doorkeeper
         self._waiting_max = waiting_max
+        self._source_of = source_of
         self.waiting = 0
 
     async def serve(self, leg: Leg, context: ssl.SSLContext, source: str) -> None:
@@ -100,7 +111,8 @@ class Reception:
                 decision = await self._decide(peer, preface)
                 if isinstance(decision, Refused):
                     return decision
-                target = await _connect(decision.deliver_to, preface.port)
+                ways = [(host, self._source_of(peer.identity, host)) for host in decision.deliver_to]
+                target = await _connect(ways, preface.port)
                 if isinstance(target, Refused):
                     return target
                 try:
@@ -161,21 +173,21 @@ class Reception:
         return True
 
 
-async def _connect(hosts: tuple[str, ...], port: int) -> socket.socket | Refused:
+async def _connect(ways: Sequence[tuple[str, str | None]], port: int) -> socket.socket | Refused:
     """To the first that takes it: a program may listen on one family only, whichever its peer has dialled."""
     found: socket.socket | Refused = Refused(reason=Refusal.TARGET_UNREACHABLE, message="It has no address.")
-    for host in hosts:
-        found = await _connect_to(host, port)
+    for host, source in ways:
+        found = await _connect_to(host, port, source)
         if not isinstance(found, Refused):
             break
     return found
 
 
-async def _connect_to(host: str, port: int) -> socket.socket | Refused:
+async def _connect_to(host: str, port: int, source: str | None) -> socket.socket | Refused:
     where = f"{host} port {port}"
     try:
         async with asyncio.timeout(TARGET_LIMIT_S):
-            return await connect(host, port)
+            return await connect(host, port, source=source)
     except TimeoutError:
         return Refused(reason=Refusal.TARGET_UNREACHABLE, message=f"{where} does not answer.")
     except OSError as error:

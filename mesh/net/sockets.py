@@ -13,6 +13,7 @@ KEEPALIVE_PROBES = 3
 the kernel would also cut a stream whose reader pauses for longer (tcp(7)), and a rank may pause for minutes."""
 LISTEN_BACKLOG = 1024
 _NO_LINGER = struct.pack("ii", 1, 0)
+_IP_BIND_ADDRESS_NO_PORT = 24  # linux/in.h; Python has no name for it before 3.12
 _TCP_CLOSE = 7  # include/net/tcp_states.h
 
 
@@ -24,6 +25,12 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def bind_source(sock: socket.socket, address: str) -> None:
+    """It will come from this IPv4 address; the port is chosen when it connects. Raises OSError."""
+    sock.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+    sock.bind((address, 0))
 
 
 def reset(sock: socket.socket) -> None:

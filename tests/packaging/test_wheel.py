@@ -118,6 +118,8 @@ def test_the_wheel_holds_every_module_the_types_marker_and_the_licence(wheel: Pa
     assert expected - names == set()
     assert {"mesh/py.typed", "agents/py.typed", "coordinator/py.typed"} <= names
     assert [n for n in names if n.endswith("licenses/LICENSE")]
+    assert "mesh/net/shim/native/gangmesh-shim.so" in names
+    assert "-py3-none-" in wheel.name
     assert not [n for n in names if n.startswith(("tests/", "examples/", "docs/", "tools/"))]
 
 

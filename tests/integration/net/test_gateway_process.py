@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,10 +28,12 @@ from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member, roste
 LIMIT_S = 20.0
 
 
-def command(module: str, folder: Path, *, name: str, listen: str = "127.0.0.1:0") -> list[str]:
+def command(
+    module: str, folder: Path, *, name: str, listen: str = "127.0.0.1:0", capture: str = "--no-redirect"
+) -> list[str]:
     argv = [sys.executable, "-m", module, "--folder", str(folder), "--deployment", DEPLOYMENT]
     argv += ["--machine", name, "--listen", listen]
-    return argv + (["--no-redirect"] if module == "agents.gateway" else [])
+    return argv + ([capture] if module == "agents.gateway" else [])
 
 
 @contextlib.contextmanager
@@ -105,11 +108,35 @@ def test_what_keeps_a_gateway_from_starting_is_said_in_a_line(tmp_path: Path) ->
             ),
             (command("agents.gateway", tmp_path / "three", name="a", listen="nowhere"), "is no ADDRESS:PORT"),
             (command("agents.net_relay", tmp_path / "four", name="r"), "certificate.pem cannot be read"),
+            (
+                [
+                    *command("agents.gateway", tmp_path / "five", name="a", capture="--shim"),
+                    "--overlay",
+                    "10.0.0.0/8",
+                ],
+                "The shim knows no other overlay",
+            ),
         ):
             done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
             assert done.returncode == 1
             assert said in done.stderr
             assert "Traceback" not in done.stderr
+
+
+def test_a_gateway_for_programs_with_the_shim_shares_its_port_with_them(tmp_path: Path) -> None:
+    ports = []
+    for _ in range(2):
+        with running(command("agents.gateway", tmp_path, name="a", capture="--shim")) as process:
+            found = ready(process)["capture_port"]
+            header = (tmp_path / "shim.table").read_bytes()[:10]
+            ports.append(header[8:])
+            assert int.from_bytes(header[8:], "big") == found
+            nobody_meant = socket.create_connection(("127.200.0.1", int(str(found))))
+            with nobody_meant, pytest.raises(ConnectionResetError):
+                nobody_meant.recv(1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT_S) == 0
+    assert ports[0] != ports[1]
 
 
 async def test_a_relay_process_keeps_its_certificate_when_the_new_one_is_none(
