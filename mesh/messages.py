@@ -121,6 +121,8 @@ class CauseEvidence:
     """It died of SIGKILL, and the kernel's out-of-memory killer ended a process while it ran."""
     hint: str = ""
     """Set when the fault is a known one (torch's exit race on gloo, for example)."""
+    is_without_shim: bool = False
+    """It was ended because it would have gone past the overlay: a program of it did not load the shim."""
     by_infrastructure: bool = False
     """The command was ended by a fault of its machine or of this program, not by its own."""
 

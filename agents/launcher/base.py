@@ -27,10 +27,13 @@ from agents.launcher.plain import Plain
 from agents.launcher.strategy import CommandEnd, Explanation, LauncherStrategy
 from agents.launcher.torchrun import ERROR_FILE_BYTES_MAX, Torchrun
 from agents.line_process import LineProcess
+from agents.shim_program import refusal_of_command
+from agents.shim_watch import LOOK_EVERY_S, LOOKS_S, ShimWatch
 from agents.signing_in import SERVES_VARIABLE, sign_in
 from mesh.errors import LaunchError, RemoteProtocolError
 from mesh.ids import Incarnation
 from mesh.messages import CauseEvidence, ProcessExit
+from mesh.net.shim.library import CONFIG_VARIABLE, LIBRARY
 from mesh.plan import Endpoint
 from mesh.reasons import Reason
 from mesh.states import LauncherKind
@@ -96,6 +99,9 @@ class SupervisedCommand:
         """It was asked to stop, or killed: what has not been started yet will not be."""
         self._exit: ProcessExit | None = None
         self._is_over = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._bypass = ""
+        """Why the command was ended: it had to have the shim, and something of it had not."""
         self._oom_kills_before = 0
 
     @property
@@ -113,6 +119,10 @@ class SupervisedCommand:
             self._strategy.check(spec.argv)
         except LaunchError as error:
             await self._fail_before_start(error.reason, str(error))
+            return
+        refused = await asyncio.to_thread(self._shim_refusal)
+        if refused is not None:
+            await self._fail_before_start(Reason.SHIM_NOT_LOADED, refused)
             return
         self._oom_kills_before = await asyncio.to_thread(count_oom_kills)
         env = {**self._strategy.environment(error_file=spec.error_file), **spec.env}
@@ -171,6 +181,9 @@ class SupervisedCommand:
             await process.close()
         if self._reader is not None:
             await self._reader
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         if process is not None and self._owns_process:
             await self._kill_tree(roots=(os.getpid(),))
 
@@ -196,6 +209,7 @@ class SupervisedCommand:
         match message["ev"]:
             case "started":
                 self._is_started = True
+                self._watch_shim(int(message["pid"]))
                 self._events.put_nowait(ev.CommandStarted(incarnation=incarnation, pid=int(message["pid"])))
             case "start_failed":
                 self._fail_start(Reason(message["reason"]), str(message["message"]))
@@ -216,13 +230,44 @@ class SupervisedCommand:
             raise RemoteProtocolError("The supervisor sent an empty tree before the exit.")
         explanation = await asyncio.to_thread(self._explain, self._exit)
         self._is_over = True
+        evidence = explanation.evidence
+        if self._bypass:
+            evidence = CauseEvidence(exit=self._exit, message=self._bypass, is_without_shim=True)
         self._events.put_nowait(
             ev.TreeEmpty(
                 incarnation=self._spec.incarnation,
-                evidence=explanation.evidence,
+                evidence=evidence,
                 last_lines=explanation.last_lines,
             )
         )
+
+    # --- the shim (docs/mesh.md) ------------------------------------------------------------------
+
+    def _shim_refusal(self) -> str | None:
+        """Why the command cannot have the shim that its environment asks for. Blocking."""
+        spec = self._spec
+        if CONFIG_VARIABLE not in spec.env:
+            return None
+        why = refusal_of_command(spec.argv, spec.env, spec.working_dir)
+        return None if why is None else without_shim(why)
+
+    def _watch_shim(self, pid: int) -> None:
+        if CONFIG_VARIABLE in self._spec.env:
+            watch = ShimWatch(pid=pid, incarnation=str(self._spec.incarnation), library=str(LIBRARY))
+            name = f"shim of {self._spec.incarnation}"
+            self._watcher = asyncio.create_task(self._look_on(watch), name=name)
+
+    async def _look_on(self, watch: ShimWatch) -> None:
+        """Ends the command when it goes past the shim."""
+        pauses = iter(LOOKS_S)
+        while not self._is_over:
+            await asyncio.sleep(next(pauses, LOOK_EVERY_S))
+            why = await asyncio.to_thread(watch.look)
+            if why is not None and not self._is_over:
+                self._bypass = without_shim(why)
+                _log.warning("Killing everything of %s: %s", self._spec.incarnation, self._bypass)
+                await self.kill()
+                return
 
     def _explain(self, exit: ProcessExit) -> Explanation:
         """Blocking. What cannot be read or understood costs the words about the end, never the news of it."""
@@ -290,6 +335,15 @@ class SupervisedCommand:
                 message=f"{len(pids)} processes could not be ended: {', '.join(map(str, pids[:10]))}.",
             )
         )
+
+
+def without_shim(why: str) -> str:
+    """The sentence for the user."""
+    return (
+        f"{why}. On this machine a program reaches the other members by a library that it loads (LD_PRELOAD), since "
+        "gangmesh may not use nftables here. Use a program that is linked with the GNU C library dynamically, or "
+        "let gangmesh use nftables (as root)."
+    )
 
 
 def lost_evidence(message: str) -> CauseEvidence:

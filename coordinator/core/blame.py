@@ -42,6 +42,7 @@ START_FAILURES = frozenset(
         Reason.COMMAND_NOT_EXECUTABLE,
         Reason.COMMAND_START_FAILED,
         Reason.WORKING_DIR_MISSING,
+        Reason.SHIM_NOT_LOADED,
     }
 )
 """What would fail again on the same machine: never tried again, and nobody else's fault."""
@@ -230,6 +231,8 @@ def exit_failure_message(member: MemberRecord, exit_: ProcessExit, evidence: Cau
     ended = true_exit.words + (", probably out of memory" if evidence.oom_killed else "")
     if evidence.by_infrastructure:
         sentence = f"{where} was lost"
+    elif evidence.is_without_shim:
+        sentence = f"{where} was ended"
     elif true_exit == exit_:
         sentence = f"{where} ended with {ended}"
     else:
@@ -243,10 +246,13 @@ def exit_failure_message(member: MemberRecord, exit_: ProcessExit, evidence: Cau
 def failure_reason(exit_: ProcessExit, evidence: CauseEvidence) -> Reason:
     """CommandKilled when a signal ended the command or its worker, CommandFailed otherwise.
 
+    ShimNotLoaded when we ended it because it went past the shim.
     MachineLost when what we run on the machine died and took the command along: not the command's own doing.
     """
     if evidence.by_infrastructure:
         return Reason.MACHINE_LOST
+    if evidence.is_without_shim:
+        return Reason.SHIM_NOT_LOADED
     true_exit = evidence.exit or exit_
     return Reason.COMMAND_KILLED if true_exit.signal is not None else Reason.COMMAND_FAILED
 

@@ -98,6 +98,7 @@ def _is_lone(gang: Gang, failure: Failure) -> bool:
     member, evidence = gang.members[failure.rank], failure.evidence
     return (
         failure.rank != 0
+        and failure.reason not in START_FAILURES
         and failure.exit is not None
         and not evidence.blames_peer
         and not evidence.by_infrastructure

@@ -47,6 +47,12 @@ FAILED = ProcessExit(code=1)
             Reason.MACHINE_LOST,
             "Rank 1 on local-2 was lost: The supervisor ended.",
         ),
+        (
+            KILLED,
+            CauseEvidence(exit=KILLED, message="/opt/train is linked statically.", is_without_shim=True),
+            Reason.SHIM_NOT_LOADED,
+            "Rank 1 on local-2 was ended: /opt/train is linked statically.",
+        ),
     ],
 )
 def test_a_failure_is_told_with_its_true_exit_and_whose_it_was(
