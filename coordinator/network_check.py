@@ -15,13 +15,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from mesh.netcheck import tournament
+from mesh.netcheck.limits import check_limit_s
 from mesh.netcheck.measurements import MemberFacts, Push, Reach, Seen, Way
 from mesh.netcheck.verdict import lossy, slow
 
-CHECK_LIMIT_S = 10.0
-"""For up to 8 members; more get as much more as their rounds take."""
-ROUND_S = 0.5
-MEMBERS_WITHIN_LIMIT = 8
 PUSH_S = 0.12
 """How long is counted: by then the window has opened on paths of up to some 10 ms."""
 LONGER_S = (0.25, 0.5)
@@ -45,31 +42,31 @@ class Probing(Protocol):
     ) -> float | None: ...
 
 
-def limit_s(members: int) -> float:
-    """How long a check of so many may take."""
-    return CHECK_LIMIT_S + ROUND_S * max(0, members - MEMBERS_WITHIN_LIMIT)
-
-
-async def check(members: Mapping[int, tuple[MemberFacts, Probing]]) -> Seen:
-    """What is seen between these members, by rank 0 … n - 1.
+async def check(
+    members: Mapping[int, tuple[MemberFacts, Probing]],
+    *,
+    fresh: Collection[int] | None = None,
+    limit_s: float | None = None,
+) -> Seen:
+    """What is seen between these members, by rank: of every pair, or of those that one of `fresh` is in.
 
     Raises, in an ExceptionGroup, what a member's end raises: a result of a measurement is no exception.
     """
-    one = _Check(members)
+    one = _Check(members, fresh=members.keys() if fresh is None else fresh)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s(len(members))):
+        async with asyncio.timeout(check_limit_s(len(members)) if limit_s is None else limit_s):
             await one.run()
     return one.seen
 
 
 class _Check:
-    def __init__(self, members: Mapping[int, tuple[MemberFacts, Probing]]) -> None:
+    def __init__(self, members: Mapping[int, tuple[MemberFacts, Probing]], *, fresh: Collection[int]) -> None:
         self._members = members
-        self.seen = Seen(members={rank: facts for rank, (facts, _) in members.items()})
+        ways = {(a, b) for a in members for b in members if a != b and (a in fresh or b in fresh)}
+        self.seen = Seen(members={rank: facts for rank, (facts, _) in members.items()}, asked=ways)
 
     async def run(self) -> None:
-        everybody = {(a, b) for a in self._members for b in self._members if a != b}
-        await self._reach(everybody)
+        await self._reach(self.seen.asked)
         closed = {way for way, reach in self.seen.reach.items() if not reach.is_open}
         await self._reach(closed)
         await asyncio.gather(*(self._heard(rank) for rank in {receiver for _, receiver in closed}))
@@ -96,7 +93,7 @@ class _Check:
         """These ways, in rounds of disjoint pairs, one direction after the other."""
         wanted = set(ways)
         pairs = {(min(way), max(way)) for way in wanted}
-        for meetings in tournament.rounds_of(pairs, members=len(self._members)):
+        for meetings in tournament.rounds_of(pairs, members=max(self._members) + 1):
             for direction in (meetings, [(b, a) for a, b in meetings]):
                 await asyncio.gather(*(along(way) for way in direction if way in wanted))
 

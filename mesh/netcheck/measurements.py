@@ -37,7 +37,8 @@ class Dialled(StrEnum):
 class MemberFacts:
     """One member of the check.
 
-    `place`: provider and region; what is measured between two places is compared with ways between the same two.
+    `place`: provider, and region after a slash; what is measured between two places is compared with ways between the
+    same two.
     `mtu_bytes` is that of the interface towards the others, 0 when it is not known. `versions` by name ("torch",
     "nccl", "driver", "gangmesh" …); what is not installed is left out.
     """
@@ -50,6 +51,10 @@ class MemberFacts:
     place: str = ""
     mtu_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def provider(self) -> str:
+        return self.place.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +91,11 @@ class Push:
 class Seen:
     """Everything that a check has seen so far; what is missing was not measured."""
 
+    has_ranks: bool = True
+    """The members are those of a gang; else their numbers mean nothing to anybody."""
     members: dict[int, MemberFacts] = field(default_factory=dict)
+    asked: set[Way] = field(default_factory=set)
+    """Ways that were to be measured."""
     reach: dict[Way, Reach] = field(default_factory=dict)
     push: dict[Way, Push] = field(default_factory=dict)
     heard: set[Way] = field(default_factory=set)

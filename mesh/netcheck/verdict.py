@@ -4,7 +4,8 @@ Rules of this file:
 1. Pure and total: any subset of the measurements gives a verdict; what was not measured is said to be so.
 2. A fault is told once, where it is: a member that nobody reaches is one finding, not one for each of its peers.
 3. A slow link is slow in comparison: with the ways of this check that it should be like, never with a figure of ours.
-4. Faults stop an assembly, warnings do not.
+4. Faults cost a machine its place in a gang, warnings do not: what is slow, what a command may bring itself (versions),
+   and what the check had no time for.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ OFFSET_WARN_S = 5.0
 """Clocks that differ by more spoil the order of merged logs; by much more, certificates."""
 VERSIONS_THAT_MUST_AGREE = ("torch", "nccl", "cuda")
 """Ranks with different ones hang or crash in their first collective; NCCL says so only at its own debug level."""
+
+
+TOLD_MAX = 5
+"""Ways that were not measured are told by name up to here."""
 
 
 class FindingKind(StrEnum):
@@ -317,7 +322,8 @@ def _versions(seen: Seen) -> Iterator[Finding]:
             kind=FindingKind.VERSIONS,
             ranks=tuple(sorted(rank for ranks in ranks_by_version.values() for rank in ranks)),
             message=f"The members have different versions of {name}: {'; '.join(groups)}.",
-            hint="Install the same on all, or run one image.",
+            hint="Install the same on all, or run one image. Only what is installed beside the agents is seen.",
+            is_fault=False,
         )
 
 
@@ -343,23 +349,23 @@ def _clocks(seen: Seen) -> Iterator[Finding]:
 
 
 def _unmeasured(seen: Seen) -> Iterator[Finding]:
-    missing = [
-        (a, b)
-        for a in sorted(seen.members)
-        for b in sorted(seen.members)
-        if a != b and (a, b) not in seen.reach
-    ]
+    missing = sorted(seen.asked - seen.reach.keys())
     if missing:
-        names = ", ".join(f"{a} to {b}" for a, b in missing[:5])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        names = ", ".join(
+            f"{seen.members[a].machine} to {seen.members[b].machine}" for a, b in missing[:TOLD_MAX]
+        )
+        more = f" and {len(missing) - TOLD_MAX} more" if len(missing) > TOLD_MAX else ""
         yield Finding(
             kind=FindingKind.NOT_MEASURED,
             ranks=tuple(sorted({rank for way in missing for rank in way})),
-            message=f"Not measured in the time that the check has: rank {names}{more}.",
+            message=f"Not measured in the time that the check has: {names}{more}.",
             hint="Run `mesh check` again; if it stays so, a member answers too slowly.",
+            is_fault=False,
         )
 
 
 def _name(seen: Seen, rank: int) -> str:
     facts = seen.members[rank]
+    if not seen.has_ranks:
+        return f"{facts.machine} ({facts.address})"
     return f"rank {rank} ({facts.machine}, {facts.address})"

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import pytest
 
 from agents.probing import KEY_BYTES, MAGIC, Prober
-from coordinator.network_check import check, limit_s
+from coordinator.network_check import check
+from mesh.netcheck.limits import check_limit_s
 from mesh.netcheck.measurements import MemberFacts, Reach, Seen
 from mesh.netcheck.verdict import Finding, FindingKind, judge
 from tests.lab.network import LabNetwork, call, why_not
@@ -130,7 +131,7 @@ async def look(members: Sequence[Host]) -> tuple[Seen, list[Finding]]:
     key = secrets.token_bytes(KEY_BYTES)
     try:
         facts = [await host.start(rank, key) for rank, host in enumerate(members)]
-        async with asyncio.timeout(limit_s(len(members)) + 5):
+        async with asyncio.timeout(check_limit_s(len(members)) + 5):
             seen = await check({rank: (facts[rank], host) for rank, host in enumerate(members)})
     finally:
         for host in members:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import network_check
 from coordinator.network_check import check
 from mesh.netcheck.measurements import Dialled, MemberFacts, Reach, Seen, Way
 from mesh.netcheck.tournament import rounds, rounds_of
@@ -57,6 +56,8 @@ class Network:
     """So many measurements of this way come out bad by chance."""
     heard: set[Way] = field(default_factory=set)
     hangs: set[int] = field(default_factory=set)
+    limit_s: float | None = None
+    fresh: set[int] | None = None
     facts: Callable[[MemberFacts], MemberFacts] = lambda facts: facts
     asked: list[Way] = field(default_factory=list)
     at_once: int = 0
@@ -64,7 +65,7 @@ class Network:
 
     def seen(self) -> Seen:
         members = {rank: (self.facts(_facts(rank)), End(self, rank)) for rank in range(self.members)}
-        return asyncio.run(check(members))
+        return asyncio.run(check(members, fresh=self.fresh, limit_s=self.limit_s))
 
     def findings(self) -> list[Finding]:
         return judge(self.seen())
@@ -209,7 +210,7 @@ def test_ways_between_far_places_are_compared_with_their_like() -> None:
     assert finding.ranks == (0, 7)
 
 
-def test_versions_that_differ_are_a_fault_and_what_is_not_installed_is_none() -> None:
+def test_versions_that_differ_are_told_and_what_is_not_installed_is_none() -> None:
     def with_torch(facts: MemberFacts) -> MemberFacts:
         versions = (
             {}
@@ -223,6 +224,15 @@ def test_versions_that_differ_are_a_fault_and_what_is_not_installed_is_none() ->
     assert "2.14.1 on rank 0 (m0, 10.0.0.1); 2.13.0 on rank 1" in finding.message
 
 
+@pytest.mark.parametrize("members", [2, 5])
+def test_of_machines_that_were_checked_before_only_the_ways_to_a_new_one_are_measured(members: int) -> None:
+    network = Network(members, fresh={1}, reach={(0, 2): SILENT})
+    assert network.findings() == []
+    assert sorted(set(network.asked)) == sorted(
+        way for other in range(members) if other != 1 for way in ((1, other), (other, 1))
+    )
+
+
 def test_a_clock_that_is_off_is_a_warning() -> None:
     ahead = replace(OPEN, offset_s=3600.0)
     [finding] = Network(3, reach={(0, 2): ahead, (2, 0): replace(OPEN, offset_s=-3600.0)}).findings()
@@ -230,11 +240,10 @@ def test_a_clock_that_is_off_is_a_warning() -> None:
     assert "3.6e+03 s ahead" in finding.message
 
 
-def test_what_hangs_is_said_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_check, "CHECK_LIMIT_S", 0.05)
-    [finding] = Network(3, hangs={1}).findings()
+def test_what_hangs_is_said_when_the_time_is_over() -> None:
+    [finding] = Network(3, hangs={1}, limit_s=0.05).findings()
     assert finding.kind is FindingKind.NOT_MEASURED
-    assert "rank 1 to 0, 1 to 2" in finding.message
+    assert "m1 to m0, m1 to m2" in finding.message
 
 
 @given(st.data())
