@@ -24,7 +24,7 @@ DEVICE = "gm0test"
 LIMIT_S = 30.0
 
 
-def addresses(rank: int) -> tuple[str, str]:
+def addresses_of(rank: int) -> tuple[str, str]:
     return f"198.18.0.{rank + 1}", f"fd67:6d00::{rank + 1}"
 
 
@@ -55,31 +55,35 @@ class ShimWorld:
             for name, gateway in self.gateways.items()
         }
         members = tuple(
-            MemberPlace(rank=Rank(rank), machine=MachineName(name), overlay=addresses(rank))
+            MemberPlace(rank=Rank(rank), machine=MachineName(name), overlay=addresses_of(rank))
             for rank, name in enumerate(NAMES)
         )
         for rank, (name, gateway) in enumerate(self.gateways.items()):
             gateway.set_machines(places)
             gateway.set_roster(Roster(run=RunUid(RUN), epoch=Epoch(epoch), members=members))
             who = credentials(self.authority, member(rank, name, epoch=epoch))
-            gateway.host(who, deliver_to=addresses(rank))
+            gateway.host(who, deliver_to=addresses_of(rank))
 
     async def stop_gateway(self, name: str) -> None:
         await self.gateways[name].stop()
         self.tables[name].close()
 
-    def environment(self, on: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        own = {**os.environ, **(extra or {})}
-        place = ShimPlace(
-            gateway_folder=self.folder / on, device=DEVICE, addresses=addresses(NAMES.index(on))
-        )
-        return own | shim_environment(own, place)
-
     async def start(
-        self, on: str, *argv: str, env: Mapping[str, str] | None = None
+        self,
+        on: str,
+        *argv: str,
+        env: Mapping[str, str] | None = None,
+        addresses: tuple[str, ...] | None = None,
     ) -> asyncio.subprocess.Process:
+        """A program, with the member's addresses unless others are given; what it writes goes into pipes."""
+        own = {**os.environ, **(env or {})}
+        place = ShimPlace(
+            gateway_folder=self.folder / on,
+            device=DEVICE,
+            addresses=addresses or addresses_of(NAMES.index(on)),
+        )
         process = await asyncio.create_subprocess_exec(
-            *argv, env=self.environment(on, env), stdout=-1, stderr=-1, stdin=-1
+            *argv, env=own | shim_environment(own, place), stdout=-1, stderr=-1, stdin=-1
         )
         self.programs.append(process)
         return process
@@ -92,8 +96,9 @@ class ShimWorld:
         return await ended(await self.start(on, *argv, env=env))
 
 
-async def ended(process: asyncio.subprocess.Process) -> str:
-    async with asyncio.timeout(LIMIT_S):
+async def ended(process: asyncio.subprocess.Process, *, limit_s: float = LIMIT_S) -> str:
+    """What a program says that has to end well."""
+    async with asyncio.timeout(limit_s):
         out, err = await process.communicate()
     assert process.returncode == 0, (process.returncode, out.decode(), err.decode())
     return out.decode()

@@ -15,7 +15,7 @@ import pytest
 from mesh.net.refusals import Refusal
 from mesh.net.shim import addresses as shim_addresses
 from mesh.net.shim.library import LIBRARY
-from tests.shim_world import DEVICE, ShimWorld, addresses, ended, shim_world
+from tests.shim_world import DEVICE, ShimWorld, addresses_of, ended, shim_world
 
 ECHO = """
 import json, socket, sys, threading
@@ -56,7 +56,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[ShimWorld]:
 def free_port() -> int:
     """Free on loopback: of the system's choice, on an address that only these tests have."""
     with socket.socket() as sock:
-        sock.bind((shim_addresses.loopback_of(addresses(1)[0]), 0))
+        sock.bind((shim_addresses.loopback_of(addresses_of(1)[0]), 0))
         return int(sock.getsockname()[1])
 
 
@@ -88,7 +88,7 @@ for address in sys.argv[2:]:
     sock = socket.create_connection((address, int(sys.argv[1])))
     print(json.dumps([names(sock)[0], sock.getsockname()[0], talk(sock)]))
 """
-    mine, theirs = addresses(0), addresses(1)
+    mine, theirs = addresses_of(0), addresses_of(1)
     v4 = await echo(mesh, "b", theirs[0], free_port)
     mapped = f"::ffff:{theirs[0]}"  # as gRPC dials
     said = await told(mesh, "a", text, str(free_port), *theirs, mapped)
@@ -120,7 +120,7 @@ for address in sys.argv[2:]:
 
 
 async def test_who_does_not_block_gets_the_kernels_own_answers(mesh: ShimWorld, free_port: int) -> None:
-    await echo(mesh, "b", addresses(1)[0], free_port)
+    await echo(mesh, "b", addresses_of(1)[0], free_port)
     text = """
 import errno, select
 target = (sys.argv[1], int(sys.argv[2]))
@@ -138,16 +138,16 @@ async def both():
     return [int(await reader.read()) for reader, _ in readers]
 print(json.dumps(asyncio.run(both()) == list(range(50))))
 """
-    assert await told(mesh, "a", text, addresses(1)[0], str(free_port)) == [
+    assert await told(mesh, "a", text, addresses_of(1)[0], str(free_port)) == [
         ["EINPROGRESS", 0],
-        [0, "EISCONN", [addresses(1)[0], free_port]],
+        [0, "EISCONN", [addresses_of(1)[0], free_port]],
         "hello",
         True,
     ]
 
 
 async def test_a_socket_keeps_its_names_after_dup_fork_and_exec(mesh: ShimWorld, free_port: int) -> None:
-    await echo(mesh, "b", addresses(1)[0], free_port)
+    await echo(mesh, "b", addresses_of(1)[0], free_port)
     text = """
 import os, subprocess
 sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
@@ -161,13 +161,13 @@ heard = subprocess.run([sys.executable, "-c", child], pass_fds=[sock.fileno()], 
 print(heard.stdout.replace("'", '"').strip())
 print(json.dumps(talk(sock)))
 """
-    target = [addresses(1)[0], free_port]
+    target = [addresses_of(1)[0], free_port]
     assert await told(mesh, "a", text, target[0], str(free_port)) == [target, target, target, "hello"]  # type: ignore[arg-type]
 
 
 async def test_whoever_starts_programs_cannot_lose_the_shim(mesh: ShimWorld, free_port: int) -> None:
-    await echo(mesh, "b", addresses(1)[0], free_port)
-    dial = f"import socket; socket.create_connection(('{addresses(1)[0]}', {free_port})); print('there')"
+    await echo(mesh, "b", addresses_of(1)[0], free_port)
+    dial = f"import socket; socket.create_connection(('{addresses_of(1)[0]}', {free_port})); print('there')"
     shell = f'unset LD_PRELOAD GANGMESH_SHIM; exec {sys.executable} -c "{dial}"'
     grandchild = f"import os; os.environ.clear(); os.execlp('sh', 'sh', '-c', '{sys.executable} -c \"$0\"', \"{dial}\")"
     for argv in (
@@ -187,18 +187,18 @@ async def test_whoever_starts_programs_cannot_lose_the_shim(mesh: ShimWorld, fre
 
 async def test_curl_fetches(mesh: ShimWorld, free_port: int, tmp_path: Path) -> None:
     (tmp_path / "page").write_text("of the other machine")
-    serve = ("-m", "http.server", "--bind", addresses(1)[1], "--directory", str(tmp_path), str(free_port))
+    serve = ("-m", "http.server", "--bind", addresses_of(1)[1], "--directory", str(tmp_path), str(free_port))
     server = await mesh.start("b", sys.executable, "-u", *serve)
     assert server.stdout is not None
     async with asyncio.timeout(20):
         assert b"Serving HTTP on fd67:6d00::2" in await server.stdout.readline()
-    for host in (addresses(1)[0], f"[{addresses(1)[1]}]"):
+    for host in (addresses_of(1)[0], f"[{addresses_of(1)[1]}]"):
         url = f"http://{host}:{free_port}/page"
         assert await mesh.run("a", "curl", "-sS", "-m", "20", url) == "of the other machine"
 
 
 async def test_a_program_may_bind_before_it_connects(mesh: ShimWorld, free_port: int) -> None:
-    server = await echo(mesh, "b", addresses(1)[0], free_port)
+    server = await echo(mesh, "b", addresses_of(1)[0], free_port)
     text = """
 target = (sys.argv[1], int(sys.argv[2]))
 for source, reuse in ((sys.argv[3], 1), ("0.0.0.0", 0), ("127.0.0.1", 0)):
@@ -210,7 +210,7 @@ for source, reuse in ((sys.argv[3], 1), ("0.0.0.0", 0), ("127.0.0.1", 0)):
     print(json.dumps([bound[0], sock.getsockname()[0], bound[1] == sock.getsockname()[1], sock.getpeername(),
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR), talk(sock)]))
 """
-    target, own = [addresses(1)[0], free_port], addresses(0)[0]
+    target, own = [addresses_of(1)[0], free_port], addresses_of(0)[0]
     assert await told(mesh, "a", text, target[0], str(free_port), own) == [  # type: ignore[arg-type]
         [own, own, True, target, 1, "hello"],
         ["0.0.0.0", own, True, target, 0, "hello"],
@@ -236,10 +236,10 @@ inbox = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); inbox.bind((mine, 0));
 socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", inbox.getsockname())
 print(json.dumps(inbox.recv(9).decode()))
 """
-    assert await told(mesh, "a", text, addresses(0)[0], addresses(1)[0]) == [
+    assert await told(mesh, "a", text, addresses_of(0)[0], addresses_of(1)[0]) == [
         "EHOSTUNREACH",
         "EHOSTUNREACH",
-        addresses(0)[0],
+        addresses_of(0)[0],
         "ECONNREFUSED",
         "x",
     ]
@@ -253,12 +253,12 @@ print(json.dumps(psutil.net_if_addrs()["lo"][0].address))
 hints = dict(type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
 print(json.dumps([socket.getaddrinfo(address, 1, **hints)[0][4][0] for address in sys.argv[2:]]))
 """
-    mine, theirs = addresses(0), addresses(1)
+    mine, theirs = addresses_of(0), addresses_of(1)
     assert await told(mesh, "a", text, DEVICE, *theirs) == [list(mine), "127.0.0.1", list(theirs)]
 
 
 async def test_a_gateway_that_is_away_and_one_that_is_new(mesh: ShimWorld, free_port: int) -> None:
-    await echo(mesh, "b", addresses(1)[0], free_port)
+    await echo(mesh, "b", addresses_of(1)[0], free_port)
     text = """
 target = (sys.argv[1], int(sys.argv[2]))
 for line in sys.stdin:
@@ -270,7 +270,7 @@ for line in sys.stdin:
     except OSError as error:
         print(json.dumps(type(error).__name__), flush=True)
 """
-    program = await mesh.python("a", SAY + text, addresses(1)[0], str(free_port))
+    program = await mesh.python("a", SAY + text, addresses_of(1)[0], str(free_port))
     assert program.stdin is not None
 
     async def ask(how: str = "") -> object:
@@ -292,9 +292,9 @@ async def test_only_who_may_open_the_table_is_heard(mesh: ShimWorld, free_port: 
     gateway = mesh.gateways["a"]
     table = mesh.tables["a"].path
     assert table.stat().st_mode & 0o777 == 0o600
-    await echo(mesh, "b", addresses(1)[0], free_port)
-    dial = f"import os, socket; os.{{}}; socket.create_connection(('{addresses(1)[0]}', {free_port})); print('there')"
-    assert await mesh.run("a", sys.executable, "-c", dial.format("getpid()")) == "there\n"
+    await echo(mesh, "b", addresses_of(1)[0], free_port)
+    dial = f"import socket; socket.create_connection(('{addresses_of(1)[0]}', {free_port})); print('there')"
+    assert await mesh.run("a", sys.executable, "-c", dial) == "there\n"
     # Whoever dials the gateway's listener without it, also from the address and port that another one had.
     assert gateway.capture_port is not None
     for source in (shim_addresses.SOURCE, "127.0.0.1"):
@@ -308,7 +308,7 @@ async def test_only_who_may_open_the_table_is_heard(mesh: ShimWorld, free_port: 
     assert gateway.counters()["refused_out"] == {str(Refusal.NOT_REDIRECTED): 2}
     # A program that cannot open it cannot speak, and says why.
     table.rename(table.with_name("elsewhere"))
-    program = await mesh.start("a", sys.executable, "-c", dial.format("getpid()"))
+    program = await mesh.start("a", sys.executable, "-c", dial)
     out, err = await program.communicate()
     assert (program.returncode, out) == (1, b"")
     assert b"gangmesh shim: what GANGMESH_SHIM says cannot be used" in err
@@ -328,7 +328,7 @@ for _ in range(2):
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
 """
-    server = await mesh.python("b", SAY + text, addresses(1)[0], str(free_port))
+    server = await mesh.python("b", SAY + text, addresses_of(1)[0], str(free_port))
     assert await heard(server) == 1
     dial = """
 import struct
@@ -341,9 +341,9 @@ if sys.argv[3] == "end":
 else:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)); sock.close()
 """
-    assert await told(mesh, "a", dial, addresses(1)[0], str(free_port), "end") == ["ConnectionResetError"]
+    assert await told(mesh, "a", dial, addresses_of(1)[0], str(free_port), "end") == ["ConnectionResetError"]
     assert await heard(server) == "end"
-    assert await told(mesh, "a", dial, addresses(1)[0], str(free_port), "reset") == []
+    assert await told(mesh, "a", dial, addresses_of(1)[0], str(free_port), "reset") == []
     assert await heard(server) == "ConnectionResetError"
 
 
@@ -359,13 +359,14 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.slow
 async def test_torch_with_gloo_all_reduces(mesh: ShimWorld, free_port: int) -> None:
     ranks = []
     for rank, name in enumerate(("a", "b")):
         env = {
-            "MASTER_ADDR": addresses(0)[0],
+            "MASTER_ADDR": addresses_of(0)[0],
             "MASTER_PORT": str(free_port),
             "RANK": str(rank),
             "WORLD_SIZE": "2",
