@@ -29,24 +29,32 @@ import uvloop
 
 from agents.gateway_wire import (
     FRAME_BYTES_MAX,
+    CarryRelay,
     Counters,
     Fence,
     Host,
     Offer,
+    Probe,
     Request,
     Revoke,
+    SetApi,
     SetIdentity,
+    SetLocal,
     SetMachines,
     SetRelay,
     SetRoster,
+    SourceOf,
     from_wire,
 )
+from agents.relay_usage import keep_usage
 from mesh.errors import DeploymentError, MeshError, RemoteProtocolError, SpecError
 from mesh.ids import MachineName
 from mesh.net import redirect
+from mesh.net.api_front import ApiFront
 from mesh.net.gateway import Gateway
 from mesh.net.shim import library as shim
 from mesh.net.shim.table import ShimTable
+from mesh.net.relay_book import RelayLimits
 from mesh.net.sockets import has_ipv6
 from mesh.reasons import Reason
 from mesh.wire import FrameParser, encode_frame
@@ -70,6 +78,7 @@ class GatewayProcess:
         overlay: tuple[str, ...],
         redirects: bool,
         shims: bool = False,
+        closed: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self._shim = ShimTable(folder / shim.TABLE_NAME) if shims else None
         self.gateway = Gateway(deployment=deployment, machine=MachineName(machine), shim=self._shim)
@@ -77,7 +86,10 @@ class GatewayProcess:
         self._deployment = deployment
         self._overlay = tuple(net for net in overlay if ":" not in net or has_ipv6())
         self._redirects = redirects
+        self._closed = closed
         self._machines_overlay: tuple[str, ...] = ()
+        self._local: tuple[str, ...] = ()
+        self._usage: asyncio.Task[None] | None = None
         self._given: set[str] = set()
         """Overlay addresses that this machine has from us."""
         self._one_at_a_time = asyncio.Lock()
@@ -92,7 +104,9 @@ class GatewayProcess:
         capture_port = self.gateway.capture_port
         assert capture_port is not None
         if self._redirects:
-            await redirect.apply(self._deployment, overlay=self._overlay, capture_port=capture_port)
+            await redirect.apply(
+                self._deployment, overlay=self._overlay, capture_port=capture_port, closed=self._closed
+            )
         self._control = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
         return {"addresses": self.gateway.addresses, "capture_port": capture_port}
@@ -101,7 +115,7 @@ class GatewayProcess:
         """Takes everything away again."""
         if self._control is not None:
             self._control.close()
-        for task in self._clients:
+        for task in (*self._clients, *([self._usage] if self._usage is not None else [])):
             task.cancel()
         await self.gateway.stop()
         if self._redirects:
@@ -132,14 +146,33 @@ class GatewayProcess:
                     self.gateway.offer(request.ports, deliver_to=request.deliver_to)
                 case SetRelay():
                     await self.gateway.set_relay(request.place)
+                case SetLocal():
+                    self._local = request.addresses
+                case SetApi():
+                    self.gateway.set_api(ApiFront(credentials=request.credentials, target=request.target))
+                case CarryRelay():
+                    self._carry_relay(request)
+                case Probe():
+                    found = await self.gateway.probe(request.machine, request.addresses)
+                    return [list(address) for address in found]
+                case SourceOf():
+                    return self.gateway.source_of(request.port)
                 case Counters():
                     return self.gateway.counters()
             if self._redirects:
                 await self._update_addresses()
             return None
 
+    def _carry_relay(self, request: CarryRelay) -> None:
+        limits = RelayLimits(
+            streams_max=request.streams_max, streams_per_machine_max=request.streams_per_machine_max
+        )
+        relay = self.gateway.carry_relay(limits)
+        if self._usage is None:
+            self._usage = asyncio.create_task(keep_usage(relay), name="usage of the relay")
+
     async def _update_addresses(self) -> None:
-        wanted = set(self._machines_overlay)
+        wanted = {*self._machines_overlay, *self._local}
         for roster in self.gateway.gate.rosters.values():
             for place in roster.members:
                 if place.machine == self.gateway.identity.machine:
@@ -207,6 +240,14 @@ def address_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def port_range(text: str) -> tuple[int, int]:
+    """`31000-31511`, both included. Raises SpecError."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
+        raise SpecError(f"{text!r} is no FIRST-LAST of ports.", field="closed", got=text)
+    return int(first), int(last)
+
+
 def raise_descriptor_limit() -> None:
     """As many sockets as this process may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -226,6 +267,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NETWORK",
         help=f"where overlay addresses are taken from; may be repeated (default: {' '.join(redirect.OVERLAY)})",
+    )
+    parser.add_argument(
+        "--closed",
+        action="append",
+        default=[],
+        metavar="FIRST-LAST",
+        help="ports of this machine that others reach through the mesh only; may be repeated",
     )
     capture = parser.add_mutually_exclusive_group()
     capture.add_argument(
@@ -256,6 +304,7 @@ async def serve(options: argparse.Namespace) -> None:
         overlay=overlay,
         redirects=not (options.no_redirect or options.shim),
         shims=options.shim,
+        closed=tuple(port_range(text) for text in options.closed),
     )
     try:
         ready = await process.start(listen_on=listen_on)

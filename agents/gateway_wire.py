@@ -65,11 +65,64 @@ class SetRelay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetLocal:
+    """Overlay addresses that this machine has whatever rosters say: its member's."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetApi:
+    """The API is led to from this port, with this certificate."""
+
+    credentials: Credentials
+    target: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryRelay:
+    """This port is a relay's too."""
+
+    streams_max: int
+    streams_per_machine_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Answered with those of these addresses at which that machine's gateway answers."""
+
+    machine: MachineName
+    addresses: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOf:
+    """Answered with who is behind the connection that the API sees from this port; nil when nobody is."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
     """Answered with `Gateway.counters()`."""
 
 
-Request = SetIdentity | SetMachines | SetRoster | Host | Fence | Revoke | Offer | SetRelay | Counters
+Request = (
+    SetIdentity
+    | SetMachines
+    | SetRoster
+    | Host
+    | Fence
+    | Revoke
+    | Offer
+    | SetRelay
+    | SetLocal
+    | SetApi
+    | CarryRelay
+    | Probe
+    | SourceOf
+    | Counters
+)
 
 
 def to_wire(request: Request) -> dict[str, Any]:
@@ -103,7 +156,20 @@ def to_wire(request: Request) -> dict[str, Any]:
             place = request.place
             if place is None:
                 return words | {"machine": None}
-            return words | {"machine": place.machine, "addresses": [list(at) for at in place.addresses]}
+            return words | {"machine": place.machine, "addresses": _places_out(place.addresses)}
+        case SetLocal():
+            return words | {"addresses": list(request.addresses)}
+        case SetApi():
+            return words | _credentials_out(request.credentials) | {"target": list(request.target)}
+        case CarryRelay():
+            return words | {
+                "streams": request.streams_max,
+                "streams_per_machine": request.streams_per_machine_max,
+            }
+        case Probe():
+            return words | {"machine": request.machine, "addresses": _places_out(request.addresses)}
+        case SourceOf():
+            return words | {"port": request.port}
         case Counters():
             return words
 
@@ -166,8 +232,21 @@ def _revocations(words: Mapping[str, Any]) -> Revoke:
 def _relay(words: Mapping[str, Any]) -> SetRelay:
     if words["machine"] is None:
         return SetRelay(place=None)
-    addresses = tuple((str(host), int(port)) for host, port in words["addresses"])
+    addresses = _places(words["addresses"])
     return SetRelay(place=RelayPlace(machine=MachineName(words["machine"]), addresses=addresses))
+
+
+def _api(words: Mapping[str, Any]) -> SetApi:
+    host, port = words["target"]
+    return SetApi(credentials=_credentials(words), target=(str(host), int(port)))
+
+
+def _places_out(places: tuple[tuple[str, int], ...]) -> list[list[str | int]]:
+    return [list(place) for place in places]
+
+
+def _places(words: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((str(host), int(port)) for host, port in words)
 
 
 _READERS: Mapping[str, Any] = {
@@ -181,5 +260,14 @@ _READERS: Mapping[str, Any] = {
         ports=frozenset(int(port) for port in words["ports"]), deliver_to=tuple(words["deliver_to"])
     ),
     "SetRelay": _relay,
+    "SetLocal": lambda words: SetLocal(addresses=tuple(str(text) for text in words["addresses"])),
+    "SetApi": _api,
+    "CarryRelay": lambda words: CarryRelay(
+        streams_max=int(words["streams"]), streams_per_machine_max=int(words["streams_per_machine"])
+    ),
+    "Probe": lambda words: Probe(
+        machine=MachineName(words["machine"]), addresses=_places(words["addresses"])
+    ),
+    "SourceOf": lambda words: SourceOf(port=int(words["port"])),
     "Counters": lambda words: Counters(),
 }

@@ -21,13 +21,13 @@ from pathlib import Path
 import uvloop
 
 from agents.gateway import address_and_port, raise_descriptor_limit, take_folder
+from agents.relay_usage import USAGE_EVERY_S, write_usage
 from mesh.errors import AuthenticationError, MeshError
 from mesh.ids import MachineName
 from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.tls import Credentials
 
-USAGE_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -43,13 +43,6 @@ def read_credentials(folder: Path) -> Credentials:
         raise AuthenticationError(
             f"{error.filename} cannot be read: {error.strerror}.", path=str(error.filename)
         ) from error
-
-
-def write_usage(relay: Relay) -> None:
-    """What has passed since the last time, for whoever adds it up."""
-    for pair, amount in relay.book.take_usage().items():
-        words = {"run": pair.run, "from": pair.dialler, "to": pair.target, "bytes": amount}
-        _log.info("relayed %s", json.dumps(words))
 
 
 async def serve(options: argparse.Namespace) -> None:

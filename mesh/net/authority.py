@@ -113,6 +113,24 @@ class Authority:
         )
         return certificate.sign(_private_key(self.key_pem), hashes.SHA256()).public_bytes(_PEM)
 
+    def sign_api(self, request_pem: bytes, name: str, *, now: float, ttl_s: float = MACHINE_TTL_S) -> bytes:
+        """A certificate (PEM) for the API by this DNS name, and nothing else: no gateway takes it, no machine has one.
+
+        Raises AuthenticationError.
+        """
+        issuer = self._certificate()
+        ends = min(now + ttl_s, issuer.not_valid_after_utc.timestamp())
+        certificate = (
+            _builder(x509.Name([]), issuer.subject, now=now, ends=ends)
+            .public_key(_requested_key(request_pem))
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=True)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(_authority_key_id(issuer), critical=False)
+        )
+        return certificate.sign(_private_key(self.key_pem), hashes.SHA256()).public_bytes(_PEM)
+
     def ends_at(self) -> float:
         return self._certificate().not_valid_after_utc.timestamp()
 

@@ -14,14 +14,16 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mesh.errors import AuthenticationError
 from mesh.ids import Epoch, MachineName, RunUid
 from mesh.net.accepting import Acceptor
+from mesh.net.api_front import API_NAME, ApiFront, read_hello
 from mesh.net.authority import read_certificate
+from mesh.net.client_hello import server_name
 from mesh.net.clock import wall_clock
 from mesh.net.departure import Departure, Speaker
 from mesh.net.dialling import Dialler, Leg, connect_to_any
@@ -29,13 +31,16 @@ from mesh.net.door import Door
 from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate, Refused
 from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
+from mesh.net.probe import probe
 from mesh.net.reception import Reception
 from mesh.net.refusals import Refusal
+from mesh.net.relay import Relay
+from mesh.net.relay_book import RelayLimits
 from mesh.net.relay_client import RelayClient, RelayLine, RelayPlace
 from mesh.net.roster import Machines, Revocations, Roster
 from mesh.net.shim import addresses as shim_addresses
 from mesh.net.shim.table import ShimTable
-from mesh.net.sockets import has_ipv6, listen, original_target, reset
+from mesh.net.sockets import has_ipv6, listen, original_target, prepare, reset
 from mesh.net.streams import Streams
 from mesh.net.tls import Credentials, client_context, server_context
 
@@ -103,7 +108,11 @@ class Gateway:
             target_of=shim.target_of if shim else target_of,
         )
         self._departing = 0
+        self._api: ApiFront | None = None
+        self._carried: Relay | None = None
+        """The relay behind this port, for others."""
         self._relay: RelayClient | None = None
+        """The relay that this machine uses."""
         self._line: RelayLine | None = None
         self._captures: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,6 +154,8 @@ class Gateway:
             acceptor.close()
         if self._line is not None:
             await self._line.stop()
+        if self._carried is not None:
+            await self._carried.stop()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -167,6 +178,7 @@ class Gateway:
     def counters(self) -> dict[str, Any]:
         """What happened here so far, and how much is open."""
         return {
+            "addresses": [list(address) for address in self.addresses],
             "streams": len(self._streams),
             "waiting": self._reception.waiting,
             "in_the_door": self._doorkeeper.inside,
@@ -212,6 +224,35 @@ class Gateway:
             self._line = RelayLine(client=self._relay, context=self._machine_context, on_leg=self._on_relayed)
             self._line.start()
 
+    def carry_relay(self, limits: RelayLimits) -> Relay:
+        """From now on this port is also a relay's. The same one when it is already."""
+        if self._carried is None:
+            self._carried = Relay(
+                deployment=self.identity.deployment,
+                machine=self.identity.machine,
+                limits=limits,
+                gate=self.gate,
+            )
+            self._carried.start(listen_on=())
+            self._reception.relay = self._carried
+        return self._carried
+
+    def set_api(self, api: ApiFront) -> None:
+        """From now on who asks for the API by name is led there."""
+        self._api = api
+
+    def source_of(self, port: int) -> str | None:
+        """See `ApiFront.source_of`."""
+        return None if self._api is None else self._api.source_of(port)
+
+    async def probe(
+        self, machine: MachineName, addresses: Sequence[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        """At which of these addresses this machine's gateway answers, in their order. Raises AuthenticationError."""
+        return await probe(
+            self.identity.deployment, machine, addresses, context=self._machine_context(), check=self._check
+        )
+
     def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:
         """Services of this machine that other machines may reach; replaces those before."""
         self.gate.offer(ports, deliver_to=self._here(deliver_to))
@@ -246,6 +287,8 @@ class Gateway:
 
     def revoke(self, revocations: Revocations) -> None:
         self.gate.revoke(revocations)
+        if self._carried is not None:
+            self._carried.revoke(revocations)
         self._apply()
 
     def _apply(self) -> None:
@@ -268,7 +311,24 @@ class Gateway:
             self._doorkeeper.leave(source, has_failed=True)
             reset(leg.socket)
             return
-        self._spawn(self._reception.serve(leg, self._server, source), name=f"stream from {source}")
+        self._spawn(self._let_in(leg, self._server, source), name=f"stream from {source}")
+
+    async def _let_in(self, leg: Leg, server: ssl.SSLContext, source: str) -> None:
+        api = self._api
+        if api is not None and not leg.early:
+            try:
+                prepare(leg.socket)
+                leg = Leg(socket=leg.socket, early=await read_hello(leg.socket))
+            except BaseException:
+                self._doorkeeper.leave(source, has_failed=True)
+                leg.socket.close()
+                raise
+            if server_name(leg.early) == API_NAME:
+                refused = await api.carry(leg, source, streams=self._streams, door=self._doorkeeper)
+                if refused is not None:
+                    self.gate.count(refused)
+                return
+        await self._reception.serve(leg, server, source)
 
     def _on_captured(self, sock: socket.socket, address: Any) -> None:
         self._departing += 1
@@ -299,7 +359,8 @@ class Gateway:
         return shim_addresses.source_like(target, self._departure.addresses_of(peer))
 
     def _machine_context(self) -> ssl.SSLContext:
-        assert self._departure.machine is not None, "set_relay is refused before set_identity"
+        if self._departure.machine is None:
+            raise AuthenticationError(f"{self.identity.machine} has no certificate yet.")
         return self._departure.machine.context
 
     def _check(self, peer: PeerCertificate) -> Refused | None:

@@ -31,6 +31,8 @@ from mesh.net.preface import (
     encode_answer,
 )
 from mesh.net.refusals import Refusal
+from mesh.net.relay import Relay
+from mesh.net.relay_words import Accept, Dial, Listen, decode_request, is_request
 from mesh.net.sockets import prepare, reset
 from mesh.net.streams import NO_SERIAL, Full, Streams
 
@@ -56,6 +58,8 @@ class Reception:
         waiting_max: int,
         source_of: Callable[[Identity, str], str | None],
     ) -> None:
+        self.relay: Relay | None = None
+        """Behind the same port: what the first frame says tells its words from a preface."""
         self._gate = gate
         self._streams = streams
         self._doorkeeper = doorkeeper
@@ -79,7 +83,12 @@ class Reception:
                 self._gate.count(asked)
                 reset(sock)
                 return
-            refused = await self._admit(channel, *asked)
+            peer, wanted = asked
+            if not isinstance(wanted, Preface):
+                assert self.relay is not None
+                await self.relay.perform(channel, peer, wanted)
+                return
+            refused = await self._admit(channel, peer, wanted)
             if refused is not None:
                 self._gate.count(refused.reason)
                 await self._answer(channel, refused)
@@ -88,14 +97,19 @@ class Reception:
             sock.close()
             raise
 
-    async def _ask(self, channel: Channel) -> tuple[PeerCertificate, Preface] | Refusal:
+    async def _ask(
+        self, channel: Channel
+    ) -> tuple[PeerCertificate, Preface | Listen | Dial | Accept] | Refusal:
         """Who it is and what is meant; or why that is not known."""
         peer = await greet(channel)
         if isinstance(peer, Refusal):
             return peer
         try:
             async with asyncio.timeout(PREFACE_LIMIT_S):
-                return peer, decode_preface(await read_frame(channel))
+                frame = await read_frame(channel)
+            if self.relay is not None and is_request(frame):
+                return peer, decode_request(frame)
+            return peer, decode_preface(frame)
         except TimeoutError:
             return Refusal.PREFACE_TIMEOUT
         except VersionError as error:

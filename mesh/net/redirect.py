@@ -5,7 +5,9 @@ Rules of this file:
 2. Nothing else on the machine is touched; what is ours can be told by its name, and is taken away at the end, or, after
    a crash, replaced at the next start.
 3. Nothing for an overlay address ever leaves the machine in the clear: what is not TCP is rejected, a dead gateway
-   means "connection refused", and without the rules the route ends at a device that leads nowhere.
+   means "connection refused", and without the rules the route ends at a device that leads nowhere. Nor does anything
+   come in: what arrives for an overlay address, or for a port that is the mesh's alone, is dropped, and stays so when
+   the gateway is killed.
 4. Overlay addresses are on a device of their own, since gloo and NCCL are told names of interfaces and pass `lo` by. It
    is a veth pair with both ends here: it carries nothing, is up, and every kernel has it.
 5. The text of the rules is pure; `apply` and the others run `nft` and `ip`, each with a limit.
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from ipaddress import ip_address, ip_network
 
 from mesh.errors import DeploymentError
+from mesh.net.overlay import MEMBERS_V4, MEMBERS_V6
 from mesh.reasons import Reason
 
 OVERLAY = ("198.18.0.0/15", "fd67:6d00::/32")
@@ -42,12 +45,28 @@ def device_name(deployment: str) -> str:
     return f"gm{hashlib.sha256(deployment.encode()).hexdigest()[:10]}"
 
 
-def rules(table: str, *, overlay: Sequence[str], capture_port: int) -> str:
-    """What `nft -f` is given: the old table goes and the new one comes, or nothing happens."""
+def rules(
+    table: str, *, overlay: Sequence[str], capture_port: int, closed: Sequence[tuple[int, int]] = ()
+) -> str:
+    """What `nft -f` is given: the old table goes and the new one comes, or nothing happens.
+
+    Args:
+        closed: ports (first, last) that Ray has on every address: from elsewhere nobody connects to them, nor does
+            anybody at a member's address, whose streams may come from a peer.
+    """
     networks = [ip_network(text) for text in overlay]
     matches = [f"    {'ip' if net.version == 4 else 'ip6'} daddr {net}" for net in networks]
     redirects = "\n".join(f"{match} meta l4proto tcp redirect to :{capture_port}" for match in matches)
     rejects = "\n".join(f"{match} reject with icmpx admin-prohibited" for match in matches)
+    outside = "\n".join(f"{match} drop" for match in matches)
+    ports = ", ".join(f"{first}-{last}" for first, last in closed)
+    begins = "tcp flags & (syn | ack) == syn"
+    shut = f"    {begins} tcp dport {{ {ports} }} drop" if closed else ""
+    own = "\n".join(
+        f"    {family} daddr {net} {begins} tcp dport {{ {ports} }} reject with tcp reset"
+        for family, net in (("ip", MEMBERS_V4), ("ip6", MEMBERS_V6))
+        if closed
+    )
     return f"""table inet {table} {{}}
 delete table inet {table}
 table inet {table} {{
@@ -60,6 +79,13 @@ table inet {table} {{
     type filter hook output priority 0; policy accept;
     fib daddr type local return
 {rejects}
+  }}
+  chain guard {{
+    type filter hook input priority -5; policy accept;
+{own}
+    iifname "lo" accept
+{outside}
+{shut}
   }}
 }}
 """
@@ -78,7 +104,13 @@ def why_not() -> str | None:
     return f"not installed: {', '.join(missing)}" if missing else None
 
 
-async def apply(deployment: str, *, overlay: Sequence[str], capture_port: int) -> None:
+async def apply(
+    deployment: str,
+    *,
+    overlay: Sequence[str],
+    capture_port: int,
+    closed: Sequence[tuple[int, int]] = (),
+) -> None:
     """Device, routes and rules are in force when it returns; what was there before is gone, addresses too.
 
     Raises DeploymentError; then nothing of ours is there.
@@ -92,7 +124,7 @@ async def apply(deployment: str, *, overlay: Sequence[str], capture_port: int) -
         await _make_device(device_name(deployment))
         for text in overlay:
             await _run("ip", "route", "replace", str(ip_network(text)), "dev", device_name(deployment))
-        text = rules(table_name(deployment), overlay=overlay, capture_port=capture_port)
+        text = rules(table_name(deployment), overlay=overlay, capture_port=capture_port, closed=closed)
         await _run("nft", "-f", "-", given=text)
     except _CommandFailed as error:
         await remove(deployment)

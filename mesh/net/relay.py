@@ -70,12 +70,19 @@ class _Waiting:
 
 
 class Relay:
-    """Make it on the loop, `set_identity`, `start`, `stop`."""
+    """Make it on the loop, `set_identity`, `start`, `stop`. Behind a gateway's port it has no identity of its own."""
 
-    def __init__(self, *, deployment: str, machine: MachineName, limits: RelayLimits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        deployment: str,
+        machine: MachineName,
+        limits: RelayLimits | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         self.identity = MachineIdentity(deployment=deployment, machine=machine)
-        self.gate = Gate(deployment=deployment, machine=machine)
-        """For who may be believed, and for the counts."""
+        self.gate = gate or Gate(deployment=deployment, machine=machine)
+        """For who may be believed, and for the counts. A gateway's own where the relay is behind its port."""
         self.book = RelayBook(limits=limits or RelayLimits())
         limits = self.book.limits
         self._doorkeeper = Doorkeeper(
@@ -171,7 +178,7 @@ class Relay:
                 reset(sock)
                 return
             peer, words = asked
-            await self._perform(channel, peer, words)
+            await self.perform(channel, peer, words)
         except BaseException:
             sock.close()
             raise
@@ -190,8 +197,8 @@ class Relay:
         except (RemoteProtocolError, OSError):
             return Refusal.BAD_PREFACE
 
-    async def _perform(self, channel: Channel, peer: PeerCertificate, words: Listen | Dial | Accept) -> None:
-        """Takes the channel over."""
+    async def perform(self, channel: Channel, peer: PeerCertificate, words: Listen | Dial | Accept) -> None:
+        """What somebody wants, up to its end (of a line: when it breaks). Takes the channel over."""
         refused = self.gate.check_peer(peer, now=wall_clock(), peer_clock=None)
         if refused is not None:
             await self._refuse(channel, refused.reason, refused.message)

@@ -63,6 +63,11 @@ def encode_words(words: Listen | Dial | Accept | Incoming) -> bytes:
     return encode_frame(said, bytes_max=PREFACE_BYTES_MAX)
 
 
+def is_request(body: bytes) -> bool:
+    """Whether this frame is for a relay, where a gateway and a relay have one port. Raises RemoteProtocolError."""
+    return "do" in read_words(body)
+
+
 def decode_request(body: bytes) -> Listen | Dial | Accept:
     """Raises RemoteProtocolError, VersionError among them."""
     words = read_words(body)

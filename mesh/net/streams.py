@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mesh.net.channel import Channel
@@ -80,23 +80,35 @@ class Streams:
         finally:
             self._making -= 1
 
-    def join(self, plain: socket.socket, channel: Channel, owners: Owners) -> None:
-        """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over."""
+    def join(
+        self,
+        plain: socket.socket,
+        channel: Channel,
+        owners: Owners,
+        *,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over.
+
+        `on_end` is called once, when it is over.
+        """
         if not self._may_go_on(owners):
             self.ends[PumpEnd.CUT] += 1
             reset(plain)
             reset(channel.socket)
+            on_end()
             return
         stream = _Stream(owners)
 
-        def on_end(end: PumpEnd) -> None:
+        def ended(end: PumpEnd) -> None:
             assert stream.pump is not None
             self._running.discard(stream)
             self.ends[end] += 1
             self.bytes_sent += stream.pump.bytes_sent
             self.bytes_received += stream.pump.bytes_received
+            on_end()
 
-        stream.pump = Pump(plain=plain, channel=channel, on_end=on_end)
+        stream.pump = Pump(plain=plain, channel=channel, on_end=ended)
         self._running.add(stream)
         stream.pump.start()
 

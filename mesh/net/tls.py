@@ -46,11 +46,44 @@ def client_context(credentials: Credentials) -> ssl.SSLContext:
     return _context(ssl.PROTOCOL_TLS_CLIENT, credentials)
 
 
-def _context(side: int, credentials: Credentials) -> ssl.SSLContext:
+def api_context(credentials: Credentials) -> ssl.SSLContext:
+    """For an API whose clients show no certificate. Raises AuthenticationError."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, credentials, asks_for_certificate=False)
+    context.num_tickets = 0
+    return context
+
+
+def authority_context(authority_pem: bytes) -> ssl.SSLContext:
+    """For a client of that API, which knows the authority and shows nothing. Raises AuthenticationError.
+
+    The server's name is checked, its times are not (rule 1): a client whose clock is wrong has to hear that.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_flags |= ssl.VERIFY_X509_STRICT | _NO_TIMES
+    try:
+        context.load_verify_locations(cadata=authority_pem.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise AuthenticationError(f"This is no certificate of an authority: {error}.") from error
+    return context
+
+
+def stranger_context() -> ssl.SSLContext:
+    """For the one question that is asked before anything is known of the head: whom to trust. What it answers has to be
+    compared with a fingerprint.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _context(side: int, credentials: Credentials, *, asks_for_certificate: bool = True) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the name is a URI, see `peer_certificate`
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_REQUIRED if asks_for_certificate else ssl.CERT_NONE
     context.verify_flags |= ssl.VERIFY_X509_STRICT | _NO_TIMES
     context.options |= ssl.OP_NO_TICKET
     try:

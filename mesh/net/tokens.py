@@ -14,9 +14,10 @@ import hashlib
 import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.errors import AuthenticationError, ConflictError, NotFoundError, SpecError
 
 TTL_S = 15 * 60.0
 TTL_MAX_S = 24 * 3600.0
@@ -53,6 +54,15 @@ class JoinToken:
         return cls(id=match["id"], secret=match["secret"], fingerprint=match["fingerprint"])
 
 
+class TokenState(StrEnum):
+    """What has become of a token."""
+
+    OPEN = "Open"
+    USED = "Used"
+    EXPIRED = "Expired"
+    REVOKED = "Revoked"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRecord:
     """What the head keeps of a token."""
@@ -61,6 +71,14 @@ class TokenRecord:
     secret_hash: str
     expires_at: float
     used_at: float | None = None
+    revoked_at: float | None = None
+
+    def state(self, *, now: float) -> TokenState:
+        if self.revoked_at is not None:
+            return TokenState.REVOKED
+        if self.used_at is not None:
+            return TokenState.USED
+        return TokenState.OPEN if now < self.expires_at else TokenState.EXPIRED
 
 
 @dataclass(slots=True)
@@ -92,19 +110,35 @@ class TokenBook:
         known = record.secret_hash if record is not None else hash_secret("")
         if not hmac.compare_digest(known, hash_secret(secret)) or record is None:
             raise AuthenticationError("This join token is not known here.", hint=_NEW_TOKEN)
+        if record.revoked_at is not None:
+            raise AuthenticationError(f"The join token {token_id} has been revoked.", hint=_NEW_TOKEN)
         if record.used_at is not None:
             raise AuthenticationError(f"The join token {token_id} has been used already.", hint=_NEW_TOKEN)
         if now >= record.expires_at:
             raise AuthenticationError(f"The join token {token_id} has expired.", hint=_NEW_TOKEN)
-        used = TokenRecord(
-            id=record.id, secret_hash=record.secret_hash, expires_at=record.expires_at, used_at=now
-        )
+        used = replace(record, used_at=now)
         self.records[token_id] = used
         return used
 
+    def revoke(self, token_id: str, *, now: float) -> TokenRecord:
+        """Nobody joins with it any more. Raises NotFoundError; ConflictError when somebody has."""
+        record = self.records.get(token_id)
+        if record is None:
+            raise NotFoundError(
+                f"There is no join token {token_id[:40]!r}.", hint="See them: mesh token list"
+            )
+        if record.used_at is not None:
+            raise ConflictError(
+                f"The join token {token_id} has been used already.",
+                hint="What joined with it is among `mesh get machines`.",
+            )
+        if record.revoked_at is None:
+            record = self.records[token_id] = replace(record, revoked_at=now)
+        return record
+
     def open_tokens(self, *, now: float) -> Mapping[str, TokenRecord]:
         """Those that can still be used."""
-        return {i: r for i, r in self.records.items() if r.used_at is None and now < r.expires_at}
+        return {i: r for i, r in self.records.items() if r.state(now=now) is TokenState.OPEN}
 
     def _forget(self, now: float) -> None:
         self.records = dict(self.open_tokens(now=now))

@@ -15,7 +15,10 @@ CORES = (
     "coordinator/core",
     "agents/core",
     *(f"mesh/store/{name}.py" for name in ("state", "barrier", "books", "keys", "leases")),
-    *(f"mesh/net/{name}.py" for name in ("identity", "roster", "gate", "door", "relay_book")),
+    *(
+        f"mesh/net/{name}.py"
+        for name in ("identity", "roster", "gate", "door", "relay_book", "overlay", "client_hello")
+    ),
 )
 PURE = {"__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib"}
 PURE |= {

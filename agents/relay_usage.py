@@ -1,0 +1,29 @@
+"""What a relay has carried, into the log of its process: what is billed can be added up from there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+from mesh.net.relay import Relay
+
+USAGE_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+def write_usage(relay: Relay) -> None:
+    """What has passed since the last time, for each run and pair of machines, as one JSON object each."""
+    for pair, amount in relay.book.take_usage().items():
+        words = {"run": pair.run, "from": pair.dialler, "to": pair.target, "bytes": amount}
+        _log.info("relayed %s", json.dumps(words))
+
+
+async def keep_usage(relay: Relay) -> None:
+    """Once a minute, and at the end, when it is cancelled."""
+    try:
+        while True:
+            await asyncio.sleep(USAGE_EVERY_S)
+            write_usage(relay)
+    finally:
+        write_usage(relay)
