@@ -19,7 +19,16 @@ KEPT_VARIABLES = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH"
 STORE_PREFIXES = ("AWS_", "AZURE_", "FSSPEC_", "GOOGLE_")
 """Where the packages behind a checkpoint store read their credentials and endpoints: members and coordinator ask it."""
 KEPT_PREFIXES = ("GANGMESH_", "LC_", *STORE_PREFIXES)
-NEVER_KEPT = frozenset({"GANGMESH_TOKEN", "GANGMESH_URL", "GANGMESH_DB", FOLDER_VARIABLE})
+NEVER_KEPT = frozenset(
+    {
+        "GANGMESH_TOKEN",
+        "GANGMESH_JOIN_TOKEN",
+        "GANGMESH_URL",
+        "GANGMESH_DB",
+        "GANGMESH_GATEWAY",
+        FOLDER_VARIABLE,
+    }
+)
 _INSTALLED = ("site-packages", "dist-packages")
 
 

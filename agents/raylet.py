@@ -8,7 +8,8 @@ Rules of this file:
    and `tests/integration/test_head.py` fails when they change.
 2. Every Ray process of a deployment on one host listens on 127.0.0.1 only. A machine's own address, at which its
    members find each other, is a label. Where machines join from elsewhere the node's address is the machine's,
-   and Ray then binds all interfaces: only for a network in which everybody may be trusted.
+   and Ray then binds all interfaces. With an overlay address its ports are in a block that only the mesh leads to
+   (`mesh_ports.py`); with any other it is only for a network in which everybody may be trusted.
 3. The two agents that a raylet insists on are stand-ins that wait for the raylet's end. So an actor of an embedded
    deployment cannot have a `runtime_env`; ours have none.
 """
@@ -20,6 +21,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from agents.mesh_ports import MeshPorts
 
 LOOPBACK = "127.0.0.1"
 """Of every Ray process, unless machines join from elsewhere; see rule 2."""
@@ -35,6 +38,15 @@ STAND_IN_PORT = 1024
 
 MACHINE_LABEL = "gangmesh.machine"
 ADDRESS_LABEL = "gangmesh.address"
+"""Where a machine's member is for its peers; on the mesh the member's overlay address."""
+TRANSPORT_LABEL = "gangmesh.transport"
+"""`mesh` on a machine of the mesh; others have no such label."""
+DIALABLE_LABEL = "gangmesh.dialable"
+"""`1` when the head has reached the machine's mesh port, else `0`."""
+NETWORK_LABEL = "gangmesh.network"
+"""The private network that its owner says it is in, if any, and its address there."""
+PRIVATE_ADDRESS_LABEL = "gangmesh.private-address"
+PUBLIC_ADDRESS_LABEL = "gangmesh.public-address"
 GPU_TYPE_LABEL = "gangmesh.gpu-type"
 SLOT_RESOURCE = "gangmesh_slot"
 HEAD_RESOURCE = "gangmesh_head"
@@ -107,6 +119,8 @@ class RayNode:
     resources: Mapping[str, float]
     address: str = LOOPBACK
     labels: Mapping[str, str] = field(default_factory=dict)
+    ports: MeshPorts | None = None
+    """On the mesh; None lets Ray choose."""
     workers_ready: int = 0
     """Worker processes started before anybody asks for one."""
     is_head: bool = False
@@ -149,10 +163,10 @@ def raylet_command(install: RayInstall, node: RayNode, *, gcs_address: str, clus
         install.raylet,
         f"--raylet_socket_name={node.raylet_socket}",
         f"--store_socket_name={node.plasma_socket}",
-        "--object_manager_port=0",
-        "--min_worker_port=0",
-        "--max_worker_port=0",
-        "--node_manager_port=0",
+        f"--object_manager_port={node.ports.object_manager if node.ports else 0}",
+        f"--min_worker_port={node.ports.first_worker if node.ports else 0}",
+        f"--max_worker_port={node.ports.last if node.ports else 0}",
+        f"--node_manager_port={node.ports.node_manager if node.ports else 0}",
         f"--node_id={node.node_id}",
         f"--node_ip_address={node.address}",
         f"--node-name={node.name}",

@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--machines",
         metavar="N",
         type=int,
-        help="simulated machines, 1 to 64 (default: 2; none with --address)",
+        help="simulated machines, 1 to 64 (default: 2; none with --listen or --address)",
     )
     serve.add_argument(
         "--address",
@@ -63,8 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--listen",
+        metavar="ADDRESS:PORT",
+        help="let machines join from anywhere by `mesh join`, through this one port: TLS 1.3 with certificates on both "
+        "sides. Needs root and nftables",
+    )
+    serve.add_argument(
+        "--api",
         metavar="HOST:PORT",
-        help="where the REST API listens; port 0 takes a free one (default: 127.0.0.1:0, or port 0 of --address)",
+        help="where the plain REST API listens; port 0 takes a free one (default: 127.0.0.1:0, or port 0 of --address)",
     )
     serve.add_argument(
         "--db",
@@ -161,23 +167,33 @@ def _serve_claimed(
     """One life; the command and environment of the next one when there shall be one."""
     from agents import ray_environment
     from agents.child import become_subreaper
+    from agents.mesh_ports import free_ports
     from agents.orphans import OrphanReaper
     from agents.raylet import LOOPBACK
     from coordinator import daemon
     from coordinator.deployment import MACHINES_MAX, GpuShape
-    from coordinator.listen import bind, checked_address, listen_default, parse_listen, url_of
+    from coordinator.listen import bind, checked_address, listen_default, mesh_listen, parse_listen, url_of
     from mesh.deployment import CHECKPOINTS_VARIABLE, DB_VARIABLE
+    from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 
     machines, address = _checked_machines(options.machines, MACHINES_MAX), LOOPBACK
     if options.address is not None:
         machines, address = 0, checked_address(options.address, has_machines=options.machines is not None)
+    mesh_port = None
+    if options.listen is not None:
+        mesh_port = mesh_listen(
+            options.listen,
+            has_machines=options.machines is not None,
+            has_address=options.address is not None,
+        )
+        machines, address = 0, machine_overlay(HEAD_NUMBER)[0]
     gpu = GpuShape.parse(options.gpu) if options.gpu else None
     db = options.db or original.get(DB_VARIABLE)
     if db:
         from coordinator.journal.sql import journal_url
 
         journal_url(db)
-    listener = bind(*parse_listen(options.listen or listen_default(address)))
+    listener = bind(*parse_listen(options.api or listen_default(LOOPBACK if mesh_port else address)))
     log = daemon.HeadLog(state.head_log)
     if not options.foreground:
         daemon.leave_terminal()
@@ -204,11 +220,12 @@ def _serve_claimed(
         if not options.foreground:
             log.rotate()
 
-    from coordinator.head import HeadSettings, Outcome
+    from coordinator.head import HeadSettings, MeshSettings, Outcome
 
     settings = HeadSettings(
         machines=machines,
         address=address,
+        mesh=MeshSettings(listen=mesh_port, ports=free_ports()) if mesh_port else None,
         gpu=gpu,
         db=db,
         allows_chaos=options.allow_chaos,
@@ -249,6 +266,7 @@ async def _run(state: Any, settings: Any, listener: Any, tell: Teller, keep_hous
     from coordinator.head_parts import RayActors, SinkLogs
 
     loop = asyncio.get_running_loop()
+    ports = settings.mesh.ports if settings.mesh is not None else None
 
     def catch_signals() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -260,8 +278,8 @@ async def _run(state: Any, settings: Any, listener: Any, tell: Teller, keep_hous
         state=state,
         settings=settings,
         listener=listener,
-        logs=SinkLogs(settings.address),
-        actors=RayActors(settings.address),
+        logs=SinkLogs(settings.address, ports.logs if ports else 0),
+        actors=RayActors(settings.address, ports.store if ports else None),
         tell=tell,
         housekeeping=keep_house,
         catch_signals=catch_signals,
@@ -289,7 +307,7 @@ def _next_life(
         sys.executable,
         *interpreter,
         *_without_ready_fd(given),
-        "--listen",
+        "--api",
         url.removeprefix("http://"),
     ]
     times = ",".join(f"{t:.0f}" for t in [*recent, now])

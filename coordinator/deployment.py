@@ -145,7 +145,7 @@ class StateFolder:
                     path.chmod(0o600)
                     return text
             text = secrets.token_hex(SECRET_BYTES)
-            _write_private(path, text)
+            write_private(path, text)
             return text
 
     def make_journal(self) -> Path:
@@ -184,7 +184,7 @@ class StateFolder:
     def write_inventory(self, inventory: Inventory) -> None:
         """Raises DeploymentError, StorageError."""
         with state_errors(self.path):
-            _write_private(self._inventory, json.dumps(asdict(inventory)))
+            write_private(self._inventory, json.dumps(asdict(inventory)))
 
     def count_joined(self) -> int:
         """A number that no machine from elsewhere has had before. Raises DeploymentError, StorageError."""
@@ -193,7 +193,7 @@ class StateFolder:
                 number = int(self._joined.read_text(encoding="ascii")) + 1
             except (FileNotFoundError, ValueError):
                 number = 1
-            _write_private(self._joined, str(number))
+            write_private(self._joined, str(number))
             return number
 
     # ---- outside ----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class StateFolder:
                 return inside
             base = next(b for b in (Path(tempfile.gettempdir()), Path("/tmp")) if fits_socket(b / ("x" * 25)))
             outside = base / f"{OUTSIDE_PREFIX}{self.deployment_id}"
-            _write_private(self._outside_note, str(outside))
+            write_private(self._outside_note, str(outside))
             _remove_ours(outside)
             outside.mkdir(mode=0o700)
             return outside
@@ -302,7 +302,7 @@ def storage_error(path: Path, error: OSError) -> MeshError:
     )
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """The whole text or nothing, for the owner only."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -26,15 +26,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from agents import chaos
+from agents.mesh_ports import MeshPorts
 from agents.raylet import LOOPBACK
 from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
-from coordinator.listen import url_of
+from coordinator.listen import reached_at, url_of
 from coordinator.machine_keeper import MachineKeeper
+from coordinator.mesh_head import MeshHead
 from coordinator.providers.joined import JoinedMachines
 from coordinator.providers.local import LocalProvider
 from coordinator.ray_processes import DIRECTORY_NAME, HEAD_NAME, RayProcesses
@@ -74,6 +77,8 @@ class HeadSettings:
     machines: int
     address: str = LOOPBACK
     """Where the head's own parts listen: loopback, or an address that machines elsewhere reach."""
+    mesh: MeshSettings | None = None
+    """The mesh port, where there is one; `address` is the head's overlay address then."""
     gpu: GpuShape | None = None
     db: str | None = None
     allows_chaos: bool = False
@@ -88,6 +93,14 @@ class HeadSettings:
     def is_open(self) -> bool:
         """Whether machines join from elsewhere; there are no simulated ones then."""
         return self.address != LOOPBACK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSettings:
+    """Of a head that machines join through one port."""
+
+    listen: tuple[str, int]
+    ports: MeshPorts
 
 
 class Head:
@@ -129,6 +142,8 @@ class Head:
         )
         self._provider: LocalProvider | None = None
         self._joined: JoinedMachines | None = None
+        self._mesh: MeshHead | None = None
+        self._mesh_port = 0
         self._service: StoppableService | None = None
         self._stages: list[Stage] = []
         """How to undo what is up, the latest last."""
@@ -174,19 +189,26 @@ class Head:
         self._state.prepare()
         self._spawn_task(self._keep_house(), "housekeeping")
 
-        self._stage("starting Ray")
         self._undo("files outside the folder", self._remove_outside)
+        sockets = self._state.make_socket_folder()
+        mesh = self._settings.mesh
+        if mesh is not None:
+            await self._open_mesh(mesh, sockets)
+        self._stage("starting Ray")
         ray = RayProcesses(
             folder=self._state.ray,
-            sockets=self._state.make_socket_folder(),
+            sockets=sockets,
             environment=self._settings.ray_environment,
             on_lost=self._on_lost,
             address=self._settings.address,
+            ports=mesh.ports if mesh is not None else None,
         )
         self._undo("Ray", ray.stop)
         address, _ = await asyncio.gather(ray.start_head(), asyncio.to_thread(self._preload))
 
-        if self._settings.is_open:
+        if self._mesh is not None:
+            self._mesh.use(ray)
+        elif self._settings.is_open:
             self._joined = JoinedMachines(state=self._state, ray=ray, spawn=self._spawn_task)
         machines = self._settings.machines
         self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
@@ -204,7 +226,23 @@ class Head:
         keeper = MachineKeeper(self._provider, tell_coming=_tell_coming)
         self._spawn_task(keeper.run(), "machines")
         self._spawn_task(self._look_for_dead(self._provider, self._service), "dead machines")
+        if self._mesh is not None:
+            self._spawn_task(self._mesh.look_for_lost(self._service.list_machines), "lost machines")
         self._write_record()
+
+    async def _open_mesh(self, settings: MeshSettings, sockets: Path) -> None:
+        self._stage("opening the mesh port")
+        self._mesh = MeshHead(
+            state=self._state,
+            listen=settings.listen,
+            api=reached_at(self._listener),
+            ports=settings.ports,
+            sockets=sockets,
+            environment=self._settings.ray_environment,
+            spawn=self._spawn_task,
+        )
+        self._undo("mesh port", self._mesh.stop)
+        self._mesh_port = await self._mesh.start()
 
     def _preload(self) -> None:
         """Imports what takes a second to import, while Ray's servers start."""
@@ -223,6 +261,7 @@ class Head:
             "db": self._settings.db or sqlite_url(self._state),
             "logs": logs,
             "checkpoints": self._settings.checkpoints,
+            "mesh": self._mesh is not None,
             "member": {
                 "machines_dir": str(self._state.machines),
                 "environment": dict(self._settings.user_environment),
@@ -251,8 +290,9 @@ class Head:
             deployment_facts=DeploymentFacts(
                 machines=self._settings.machines, gpus={gpu.type: gpu.count} if gpu else {}
             ),
-            grow=None if self._joined is not None else self.grow,
+            grow=None if self._settings.is_open else self.grow,
             admit=self._joined.admit if self._joined is not None else None,
+            mesh=self._mesh.desk if self._mesh is not None else None,
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
@@ -274,6 +314,7 @@ class Head:
                     pid_started=process_started(pid) or 0.0,
                     local=not self._settings.is_open,
                     machines=self._settings.machines,
+                    mesh_port=self._mesh_port,
                 ),
             )
 

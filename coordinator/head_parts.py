@@ -66,10 +66,11 @@ class HeadActors(Protocol):
 
 
 class SinkLogs:
-    """The real `HeadLogs`. `address` is where its sink listens."""
+    """The real `HeadLogs`. Its sink listens at `address` and `port`; 0 takes a free one."""
 
-    def __init__(self, address: str = LOOPBACK) -> None:
+    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
         self._address = address
+        self._port = port
         self._sink: Any = None
         self._store: Any = None
 
@@ -78,7 +79,8 @@ class SinkLogs:
         from coordinator.logs.store import LogStore
 
         self._store = LogStore(folder)
-        self._sink = LogSink(self._store, secret=secrets.token_hex(16), host=self._address)
+        secret = secrets.token_hex(16)
+        self._sink = LogSink(self._store, secret=secret, host=self._address, port=self._port)
         endpoint: Endpoint = await self._sink.start()
         return endpoint
 
@@ -126,10 +128,11 @@ class RunEnds:
 
 
 class RayActors:
-    """The real `HeadActors`. `address` is where the store listens."""
+    """The real `HeadActors`. The store listens at `address` and `port`; None takes a free one."""
 
-    def __init__(self, address: str = LOOPBACK) -> None:
+    def __init__(self, address: str = LOOPBACK, port: int | None = None) -> None:
         self._address = address
+        self._port = port
         self._handles: list[Any] = []
 
     def preload(self) -> None:
@@ -142,7 +145,7 @@ class RayActors:
         from coordinator.actor import RayCoordinator, create_coordinator
 
         admin, member = (secrets.token_hex(16) for _ in range(2))
-        port = await asyncio.to_thread(free_port, self._address)
+        port = self._port if self._port is not None else await asyncio.to_thread(free_port, self._address)
         store, handle = await asyncio.gather(
             asyncio.to_thread(_create_store, self._address, port, admin, member),
             asyncio.to_thread(

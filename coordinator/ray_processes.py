@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.child import Child, spawn
+from agents.mesh_ports import MeshPorts
 from agents.raylet import HEAD_RESOURCE, LOOPBACK, NO_PORT, RayInstall, RayNode, raylet_command
 from agents.raylet_process import (
     NODE_ID_BYTES,
@@ -76,6 +77,7 @@ class RayProcesses:
         environment: of every process.
         on_lost: called with name, exit code and the end of its log when a process ends by itself.
         address: of the head's own processes: loopback, or one that machines elsewhere can reach.
+        ports: of the head's own processes; None lets Ray choose.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class RayProcesses:
         environment: Mapping[str, str],
         on_lost: OnLost,
         address: str = LOOPBACK,
+        ports: MeshPorts | None = None,
     ) -> None:
         self._folder = folder
         self._sockets = sockets
         self._environment = dict(environment)
         self._on_lost = on_lost
         self._address = address
+        self._ports = ports
         self._session = f"session_{secrets.token_hex(4)}"
         self._install = find_install()
         self._gcs: Child | None = None
@@ -148,6 +152,7 @@ class RayProcesses:
             labels=labels or {},
             workers_ready=workers_ready,
             is_head=is_head,
+            ports=self._ports if is_head else None,
         )
 
     async def start_node(self, node: RayNode) -> None:
@@ -223,7 +228,7 @@ def _gcs_command(install: RayInstall, node: RayNode) -> list[str]:
         install.gcs_server,
         f"--log_dir={node.logs}",
         f"--config_list={base64.b64encode(b'{}').decode()}",
-        "--gcs_server_port=0",
+        f"--gcs_server_port={node.ports.directory if node.ports else 0}",
         f"--metrics-agent-port={NO_PORT}",
         f"--node-ip-address={node.address}",
         f"--session-name={node.session}",

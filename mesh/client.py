@@ -50,8 +50,10 @@ if TYPE_CHECKING:
         DryRun,
         Event,
         Harm,
+        JoinTokenFacts,
         LogLine,
         Machine,
+        NewJoinToken,
         Run,
         Submission,
         VersionInfo,
@@ -251,6 +253,25 @@ class MeshClient:
             if RunState(run["status"]["state"]).is_terminal and len(events) < EVENTS_PER_POLL:
                 return
             wait_s = POLL_WAIT_S
+
+    # -- the mesh ---------------------------------------------------------------------------------------------
+
+    async def create_token(self, *, ttl_s: float | None = None) -> NewJoinToken:
+        """A token that lets one machine join, once, within 15 minutes when nothing is said.
+
+        Raises SpecError; DeploymentError where there is no mesh port.
+        """
+        body = {} if ttl_s is None else {"ttlSeconds": ttl_s}
+        return cast("NewJoinToken", await self._http.call("POST", "/v1/tokens", body=body))
+
+    async def list_tokens(self) -> list[JoinTokenFacts]:
+        """The join tokens that were made, without their secrets. Raises DeploymentError where there is no mesh port."""
+        return cast("list[JoinTokenFacts]", (await self._http.call("GET", "/v1/tokens"))["tokens"])
+
+    async def revoke_token(self, token_id: str) -> JoinTokenFacts:
+        """Nobody joins with it any more. Raises NotFoundError, ConflictError when somebody has."""
+        reply = await self._http.call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
+        return cast("JoinTokenFacts", reply)
 
     # -- what goes on ----------------------------------------------------------------------------------------
 

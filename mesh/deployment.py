@@ -41,6 +41,8 @@ class DeploymentRecord:
     pid_started: float
     local: bool
     machines: int
+    mesh_port: int = 0
+    """Where machines join; 0 where they cannot."""
 
     @property
     def is_alive(self) -> bool:
@@ -102,6 +104,7 @@ def read_record(state: Path) -> DeploymentRecord | None:
             pid_started=float(data["pid_started"]),
             local=bool(data["local"]),
             machines=int(data["machines"]),
+            mesh_port=int(data.get("mesh_port", 0)),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DeploymentError(

@@ -28,6 +28,8 @@ from mesh.errors import (
 from mesh.reasons import Reason
 
 if TYPE_CHECKING:
+    import ssl
+
     import aiohttp
 
 CALL_LIMIT_S = 30.0
@@ -105,14 +107,25 @@ class HttpTransport:
     """A connection pool to one API.
 
     Args:
-        url: `http://host:port`.
+        url: `http://host:port`, or `https://host:port`.
+        tls: how an https server is checked; by the system's authorities when it is None.
+        tls_name: the name that it has to prove; the url's host when it is None.
         token: the deployment's token.
         fate: the error to raise when the deployment is known to be gone for good, else None; asked when a
             connection fails.
     """
 
-    def __init__(self, *, url: str, token: str, fate: Callable[[], MeshError | None]) -> None:
+    def __init__(
+        self,
+        *,
+        url: str,
+        token: str,
+        fate: Callable[[], MeshError | None],
+        tls: ssl.SSLContext | None = None,
+        tls_name: str | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "server_hostname": tls_name}
         self._token = token
         self._fate = fate
         self._session: aiohttp.ClientSession | None = None
@@ -178,7 +191,12 @@ class HttpTransport:
             async with (
                 asyncio.timeout(limit_s),
                 self._opened().request(
-                    method, self.url + path, params=_query(query), data=_payload(body), headers=headers
+                    method,
+                    self.url + path,
+                    params=_query(query),
+                    data=_payload(body),
+                    headers=headers,
+                    **self._tls,
                 ) as response,
             ):
                 return self._answer(response.status, await response.read())
@@ -203,7 +221,7 @@ class HttpTransport:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S, sock_read=SILENCE_LIMIT_S)
         try:
             response = await self._opened().get(
-                self.url + path, params=_query(query), headers=headers or {}, timeout=limits
+                self.url + path, params=_query(query), headers=headers or {}, timeout=limits, **self._tls
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self.gone_or(self._describe(error)) from error

@@ -55,6 +55,9 @@ class Reason(StrEnum):
 
     # The deployment
     UNAUTHENTICATED = "Unauthenticated"
+    IDENTITY_IN_USE = "IdentityInUse"
+    IDENTITY_COPIED = "IdentityCopied"
+    CLOCK_SKEW = "ClockSkew"
     FORBIDDEN = "Forbidden"
     UNREACHABLE = "Unreachable"
     PROTOCOL = "ProtocolError"

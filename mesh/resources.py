@@ -342,6 +342,23 @@ class Harm(TypedDict):
     """What was done, in a sentence; the same is among the run's events."""
 
 
+class JoinTokenFacts(TypedDict):
+    """A join token as lists show it. Times are seconds since 1970."""
+
+    id: str
+    state: str
+    """Open, Used, Expired or Revoked."""
+    expiresAt: float
+    usedAt: float | None
+
+
+class NewJoinToken(TypedDict):
+    """A new token. It is shown once."""
+
+    token: str
+    facts: JoinTokenFacts
+
+
 class VersionInfo(TypedDict):
     """Of the server."""
 

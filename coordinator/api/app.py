@@ -15,10 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
-from coordinator.api import routes_deployment, routes_rehearsal, routes_runs, routes_streams
+from coordinator.api import routes_deployment, routes_mesh, routes_rehearsal, routes_runs, routes_streams
 from coordinator.api.auth import bearer_middleware
 from coordinator.api.endpoints import CONTEXT, ApiContext
 from coordinator.api.failures import guard_requests
+from coordinator.api.mesh_service import MeshService
 from coordinator.api.openapi import build_document
 from coordinator.api.routes_deployment import DOCUMENT
 from coordinator.api.service import Admit, CoordinatorService, Grow, LogReader
@@ -30,6 +31,7 @@ BODY_BYTES_MAX = 8 * 1024 * 1024
 
 ENDPOINTS = (
     *routes_deployment.ENDPOINTS,
+    *routes_mesh.ENDPOINTS,
     *routes_runs.ENDPOINTS,
     *routes_rehearsal.ENDPOINTS,
     *routes_streams.ENDPOINTS,
@@ -44,6 +46,7 @@ def make_app(
     deployment_facts: DeploymentFacts,
     grow: Grow | None = None,
     admit: Admit | None = None,
+    mesh: MeshService | None = None,
 ) -> web.Application:
     """The application, ready for a runner.
 
@@ -54,13 +57,20 @@ def make_app(
         deployment_facts: what jobs are admitted to; the machines in it are replaced by those there are.
         grow: adds simulated machines; None where the deployment's machines are real ones.
         admit: takes in a machine from elsewhere; None where nothing can reach this host.
+        mesh: takes in machines of the mesh; None where there is no mesh port.
     """
     app = web.Application(
         middlewares=[guard_requests, bearer_middleware(token)], client_max_size=BODY_BYTES_MAX
     )
     stopping = asyncio.Event()
     app[CONTEXT] = ApiContext(
-        service=service, logs=logs, facts=deployment_facts, grow=grow, admit=admit, stopping=stopping
+        service=service,
+        logs=logs,
+        facts=deployment_facts,
+        grow=grow,
+        admit=admit,
+        mesh=mesh,
+        stopping=stopping,
     )
     app[DOCUMENT] = document()
     for endpoint in ENDPOINTS:

@@ -7,6 +7,7 @@ import hmac
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from coordinator.api.endpoints import is_open
 from coordinator.api.failures import Handler
 from mesh.errors import AuthenticationError
 from mesh.reasons import Reason
@@ -17,14 +18,27 @@ WHERE_TOKENS_ARE = (
 )
 
 
+def bearer_of(request: web.Request) -> str:
+    """The bearer token of a request. Raises AuthenticationError when it has none."""
+    scheme, _, offered = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not offered.strip():
+        raise AuthenticationError("This takes the machine's secret as a Bearer token.")
+    return offered.strip()
+
+
 def bearer_middleware(token: str) -> Middleware:
-    """A middleware that lets only requests with this token pass. An empty token is refused."""
+    """A middleware that lets only requests with this token pass, and those for what is open.
+
+    Raises AuthenticationError for an empty token.
+    """
     if not token:
         raise AuthenticationError("An API without a token would be open to everyone on this machine.")
     expected = token.encode()
 
     @web.middleware
     async def require_token(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if is_open(request):
+            return await handler(request)
         header = request.headers.get("Authorization", "")
         scheme, _, offered = header.partition(" ")
         if not header:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from coordinator.api.mesh_service import MeshService
 from coordinator.api.service import Admit, CoordinatorService, Grow, LogReader
 from mesh.errors import SpecError
 from mesh.spec import DeploymentFacts
@@ -39,6 +40,8 @@ class ApiContext:
     """None on a deployment whose machines are not ours to add."""
     admit: Admit | None
     """None on a deployment that listens on its own host only."""
+    mesh: MeshService | None
+    """None on a deployment without a mesh port."""
     stopping: asyncio.Event
     """Set when the server begins to stop: open streams end."""
 
@@ -143,11 +146,19 @@ class Endpoint:
     body: Any = None
     """The type of the JSON body; None when there is none."""
     body_required: bool = True
+    access: Literal["deployment", "open"] = "deployment"
+    """Who may call it: whoever has the deployment's token, or anybody (then the handler looks for itself)."""
     errors: tuple[HTTPStatus, ...] = ()
     """Beside 401, 422, 500 and 503, which everything can answer with."""
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         return await self.handler(request, read_query(request, self.parameters))
+
+
+def is_open(request: web.Request) -> bool:
+    """Whether what is called needs no token of the deployment."""
+    endpoint = getattr(request.match_info.handler, "__self__", None)
+    return isinstance(endpoint, Endpoint) and endpoint.access == "open"
 
 
 def read_query(request: web.Request, parameters: tuple[Parameter, ...]) -> Query:

@@ -78,6 +78,8 @@ def _operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
     ]
     if parameters:
         operation["parameters"] = parameters
+    if endpoint.access == "open":
+        operation["security"] = []
     if endpoint.body is not None:
         schema = _schema(endpoint.body, schemas, mode="validation")
         operation["requestBody"] = {

@@ -113,6 +113,14 @@ async def grow_machines(request: web.Request, query: Query) -> web.StreamRespons
 
 async def reclaim_machine(request: web.Request, query: Query) -> web.StreamResponse:
     name = request.match_info["name"]
+    grace_s, message = await read_reclaim(request)
+    service = request.app[CONTEXT].service
+    machine = await ask(lambda: service.reclaim(name, grace_s, message))
+    return web.json_response(machine, status=HTTPStatus.ACCEPTED)
+
+
+async def read_reclaim(request: web.Request) -> tuple[float, str]:
+    """When a machine goes away (in seconds from now), and why. Raises SpecError."""
     body = await read_json(request, what="when it goes away") if await request.read() else {}
     if not isinstance(body, dict):
         raise SpecError('The request takes an object: {"graceSeconds": 120, "message": "…"}.')
@@ -126,9 +134,7 @@ async def reclaim_machine(request: web.Request, query: Query) -> web.StreamRespo
         )
     if not isinstance(message, str) or len(message) > MESSAGE_LENGTH_MAX:
         raise SpecError(f"message must be text of at most {MESSAGE_LENGTH_MAX} characters.", field="message")
-    service = request.app[CONTEXT].service
-    machine = await ask(lambda: service.reclaim(name, float(grace_s), message))
-    return web.json_response(machine, status=HTTPStatus.ACCEPTED)
+    return float(grace_s), message
 
 
 async def admit_machine(request: web.Request, query: Query) -> web.StreamResponse:
@@ -136,8 +142,8 @@ async def admit_machine(request: web.Request, query: Query) -> web.StreamRespons
     body = await read_json(request, what="a machine's address and versions")
     if admit is None:
         raise DeploymentError(
-            "This deployment listens on its own host only; no machine can join it.",
-            hint="Start it with an address for others: mesh up --address ADDRESS.",
+            "No machine can join this deployment by an address.",
+            hint="Start it with a mesh port, mesh up --listen HOST:PORT, and let machines join by `mesh join`.",
             reason=Reason.CONFLICT,
         )
     return web.json_response(await admit(body))

@@ -12,7 +12,7 @@ import asyncio
 import ipaddress
 import platform
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from agents.raylet_process import NODE_ID_BYTES
@@ -46,12 +46,12 @@ class JoinedMachines:
     async def admit(self, request: dict[str, Any]) -> dict[str, Any]:
         """The terms for one machine. Raises SpecError, ConflictError, DeploymentError, StorageError."""
         _check_address(request)
-        _check_versions(request)
+        check_versions(request)
         terms = self._ray.terms
         async with self._naming:
             number = await asyncio.to_thread(self._state.count_joined)
         name, node_id = f"machine-{number}", secrets.token_hex(NODE_ID_BYTES)
-        self._spawn(_warm_once_alive(node_id), f"warming {name}")
+        self._spawn(warm_once_alive(node_id), f"warming {name}")
         return {
             "name": name,
             "nodeId": node_id,
@@ -60,7 +60,7 @@ class JoinedMachines:
         }
 
 
-async def _warm_once_alive(node_id: str) -> None:
+async def warm_once_alive(node_id: str) -> None:
     """A raylet starts workers ahead only for drivers that come after it; here the driver was first."""
     try:
         async with asyncio.timeout(JOIN_LIMIT_S):
@@ -91,7 +91,8 @@ def _check_address(request: Any) -> None:
         )
 
 
-def _check_versions(request: dict[str, Any]) -> None:
+def check_versions(request: Mapping[str, Any]) -> None:
+    """Raises ConflictError when the machine runs others than this head."""
     import ray
 
     ours = {"version": __version__, "python": platform.python_version(), "ray": ray.__version__}

@@ -9,7 +9,19 @@ from __future__ import annotations
 import typer
 from typer.core import TyperGroup
 
-from mesh.cli import chaos, deployment, describe, get, logs, machines, pause, run, runs
+from mesh.cli import (
+    chaos,
+    deployment,
+    describe,
+    get,
+    join,
+    logs,
+    machines,
+    pause,
+    run,
+    runs,
+    tokens,
+)
 from mesh.cli.exit_codes import TABLE
 from mesh.cli.options import StateOption, UrlOption
 
@@ -53,6 +65,9 @@ app.command("cancel", short_help="Stop a run.")(runs.cancel)
 app.command("delete", short_help="Forget ended runs, with their logs.")(runs.delete)
 app.command("chaos", short_help="Do a rank harm on purpose, and see whether the run recovers.")(chaos.chaos)
 app.command("drain", short_help="Say that a machine goes away.")(machines.drain)
+app.command("token", short_help="Make, list or revoke tokens that machines join with.")(tokens.token)
+app.command("join", short_help="Let this machine join a deployment elsewhere.")(join.join)
+app.command("leave", short_help="Let this machine leave its deployment.")(join.leave)
 app.command("up", short_help="Start a deployment on this host.")(deployment.up)
 app.command("down", short_help="End the deployment on this host.")(deployment.down)
 app.command("status", short_help="Say whether a deployment runs, and how it is.")(deployment.status)

@@ -30,7 +30,18 @@ def up(
         typer.Option("--gpu", metavar="TYPE:COUNT", help="Accelerators that each machine claims to have."),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where the API listens.")
+        str | None,
+        typer.Option(
+            "--listen",
+            metavar="ADDRESS:PORT",
+            help="Let machines join from anywhere, through this one port, encrypted: 0.0.0.0:8471. Needs root.",
+        ),
+    ] = None,
+    api: Annotated[
+        str | None,
+        typer.Option(
+            "--api", metavar="HOST:PORT", help="Where the plain HTTP API listens; on loopback else."
+        ),
     ] = None,
     db: Annotated[
         str | None, typer.Option("--db", metavar="URL", help="The journal; SQLite in the state folder else.")
@@ -70,10 +81,13 @@ def up(
     from mesh.errors import SpecError
 
     def options() -> HeadOptions:
-        if machines is not None and address is not None:
+        if machines is not None and (address is not None or listen is not None):
+            option, how = (
+                ("--listen", "mesh join") if listen is not None else ("--address", "python -m agents join")
+            )
             raise SpecError(
-                "--machines and --address exclude each other: simulated machines have loopback addresses.",
-                hint="Let machines join, as many as you like: python -m agents join",
+                f"--machines and {option} exclude each other: simulated machines have loopback addresses.",
+                hint=f"Let machines join, as many as you like: {how}",
                 field="--machines",
             )
         return HeadOptions(
@@ -82,6 +96,7 @@ def up(
             address=address,
             gpu=gpu,
             listen=listen,
+            api=api,
             db=db,
             allow_chaos=allow_chaos,
             checkpoints=None if checkpoints is None else _store_url(checkpoints),
@@ -143,7 +158,12 @@ async def _up(options: HeadOptions, output: OutputFormat) -> int:
     terminal.out(
         f"{verb} at {record.url} ({present} machine{'s' if present != 1 else ''}, state folder {folder})."
     )
-    if started and options.address is not None:
+    if record.mesh_port:
+        terminal.note(
+            f"Let a machine join: `mesh token create` here, then `mesh join https://HOST:{record.mesh_port} --token …` "
+            "there, HOST being an address of this host."
+        )
+    elif started and options.address is not None:
         terminal.note(
             f"On each machine: python -m agents join --head {record.url} --token-file FILE --address ADDRESS"
         )
@@ -159,6 +179,7 @@ async def _grow(options: HeadOptions, record: DeploymentRecord, terminal: Termin
     given = {
         "--gpu": options.gpu,
         "--listen": options.listen,
+        "--api": options.api,
         "--db": options.db,
         "--address": options.address,
         "--checkpoints": options.checkpoints,

@@ -61,14 +61,21 @@ class HeadOptions:
     address: str | None = None
     gpu: str | None = None
     listen: str | None = None
+    """The mesh port."""
+    api: str | None = None
     db: str | None = None
     allow_chaos: bool = False
     checkpoints: str | None = None
     """URL of the checkpoint store, absolute: the head has another working directory."""
 
     def arguments(self, ready_fd: int) -> list[str]:
-        given = {"--address": self.address, "--gpu": self.gpu, "--listen": self.listen}
-        if self.address is None:  # else machines join by themselves
+        given = {
+            "--address": self.address,
+            "--gpu": self.gpu,
+            "--listen": self.listen,
+            "--api": self.api,
+        }
+        if self.address is None and self.listen is None:  # else machines join by themselves
             given["--machines"] = str(self.machines)
         rest = [part for flag, value in given.items() if value is not None for part in (flag, value)]
         return [

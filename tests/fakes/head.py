@@ -34,7 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--machines", type=int, required=True)
     parser.add_argument("--gpu")
-    parser.add_argument("--listen", default="127.0.0.1:0")
+    parser.add_argument("--api", default="127.0.0.1:0")
     parser.add_argument("--db")
     parser.add_argument("--allow-chaos", action="store_true")
     parser.add_argument("--ready-fd", type=int)
@@ -56,9 +56,7 @@ async def serve(options: argparse.Namespace) -> int:
         print("the fake crashes now", flush=True)
         return 7
     if misbehaviour == "refuse":
-        error = DeploymentError(
-            "Port 7788 is taken by process 12.", hint="--listen.", reason=Reason.PORT_TAKEN
-        )
+        error = DeploymentError("Port 7788 is taken by process 12.", hint="--api.", reason=Reason.PORT_TAKEN)
         tell({"error": error.to_wire()})
         return 1
     while misbehaviour == "slow" and not (options.state / "go").exists():
@@ -74,7 +72,7 @@ async def serve(options: argparse.Namespace) -> int:
     )
     runner = web.AppRunner(app, shutdown_timeout=2.0)
     await runner.setup()
-    host, _, port = options.listen.partition(":")
+    host, _, port = options.api.partition(":")
     site = web.TCPSite(runner, host, int(port))
     await site.start()
     address = runner.addresses[0]

@@ -78,7 +78,7 @@ class StandInService:
 
 
 class StandInActors:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, port: int | None = None) -> None:
         self._handle: Any = None
 
     def preload(self) -> None:

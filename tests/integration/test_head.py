@@ -120,7 +120,16 @@ def test_every_option_of_serve_is_explained() -> None:
     told = subprocess.run(
         [sys.executable, "-m", "coordinator", "serve", "--help"], capture_output=True, text=True, check=True
     ).stdout
-    for option in ("--state", "--machines", "--gpu", "--listen", "--db", "--ready-fd", "--foreground"):
+    for option in (
+        "--state",
+        "--machines",
+        "--gpu",
+        "--listen",
+        "--api",
+        "--db",
+        "--ready-fd",
+        "--foreground",
+    ):
         assert option in told
 
 
@@ -202,7 +211,7 @@ def test_what_prevents_a_start_is_told_with_its_reason(
     assert str(calm.process.pid) in busy.value.error.message
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartFailedError) as port:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        deployment(state=tmp_path / "other", options=("--listen", listen), module=STAND_IN)
+        deployment(state=tmp_path / "other", options=("--api", listen), module=STAND_IN)
     assert port.value.error is not None
     assert port.value.error.reason is Reason.PORT_TAKEN
     (tmp_path / "file").write_text("")

@@ -93,7 +93,7 @@ class Lab(RealMesh):
             str(self.state),
             "--address",
             address,
-            "--listen",
+            "--api",
             f"{address}:{API_PORT}",
         ]
         self._head_process = self.head_host.start(

@@ -12,8 +12,9 @@ import pytest
 import ray
 
 from agents import join
-from agents.join import JoinSettings, machine_state
+from agents.join_plain import JoinSettings, PlainWay
 from agents.machine_folder import FOLDER_VARIABLE, machine_folder, note_environment, owner_environment
+from agents.machine_state import machine_state
 from coordinator.deployment import StateFolder
 from coordinator.providers.joined import JoinedMachines
 from coordinator.ray_processes import ClusterTerms
@@ -145,7 +146,7 @@ async def test_an_agent_that_has_joined_before_outlasts_what_may_pass(
         head="10.1.2.2:80", token_file=token, address="10.1.2.3", labels=[], grace_s=5.0
     )
     with machine_state(tmp_path / "m") as state:
-        agent = join._Agent(settings, state)
+        agent = join._Agent(PlainWay(settings), state, grace_s=settings.grace_s)
         agent._has_joined = has_joined
         lives = 0
 

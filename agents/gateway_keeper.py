@@ -1,0 +1,202 @@
+"""Keeps a gateway process: starts it, tells it everything, and does both again when it ends by itself.
+
+Rules of this file:
+1. Of each kind of request the latest is remembered (`tell`), and told again in the order in which the kinds were told
+   first. What is only asked (`ask`) is not.
+2. Rosters and members are not told here: whoever runs a member tells it itself, and sees a new gateway by its broken
+   connection.
+3. A first start that fails is the caller's; later ones are tried again, for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents.child import Child, spawn
+from agents.gateway_client import GatewayClient
+from agents.gateway_wire import Counters, Request
+from agents.raylet_process import log_tail
+from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, TransportError
+from mesh.reasons import Reason
+
+CONTROL_NAME = "gateway.sock"
+GATEWAY_VARIABLE = "GANGMESH_GATEWAY"
+"""In the environment of everything below a machine of the mesh: where its gateway's control socket is."""
+START_LIMIT_S = 30.0
+START_LOOK_S = 0.02
+STOP_GRACE_S = 8.0
+"""It takes rules, device and addresses away: a few calls of `nft` and `ip`."""
+READY_LIMIT_S = 60.0
+AGAIN_FIRST_S, AGAIN_MAX_S = 0.1, 5.0
+LIVED_LONG_S = 30.0
+"""After a life as long as this the pauses begin anew."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayPlan:
+    """How a machine's gateway is started."""
+
+    folder: Path
+    """Of the process alone; its control socket lies in it, so its path has to be short."""
+    deployment: str
+    machine: str
+    listen: Sequence[str]
+    closed: tuple[int, int]
+    """Ray's ports here: only the mesh leads to them."""
+    environment: Mapping[str, str]
+    log: Path
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / CONTROL_NAME
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-P", "-m", "agents.gateway", "--folder", str(self.folder)),
+            *("--deployment", self.deployment, "--machine", self.machine),
+            *(part for address in self.listen for part in ("--listen", address)),
+            *("--closed", f"{self.closed[0]}-{self.closed[1]}"),
+        ]
+
+
+class GatewayKeeper:
+    """`start`, then `tell` and `ask`, then `stop`. `on_again` is called after every start but the first."""
+
+    def __init__(self, plan: GatewayPlan, *, on_again: Callable[[], None] = lambda: None) -> None:
+        self.plan = plan
+        self._on_again = on_again
+        self._told: dict[type[Request], Request] = {}
+        self._child: Child | None = None
+        self._client: GatewayClient | None = None
+        self._is_up = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return self._child.pid if self._child is not None and self._child.is_running else None
+
+    async def start(self) -> list[tuple[str, int]]:
+        """Returns when it accepts; where. Raises DeploymentError with what it said, MeshTimeoutError."""
+        self.plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._client = await self._begin()
+        counters = await self._client.ask(Counters())
+        self._is_up.set()
+        self._keeping = asyncio.create_task(self._keep(), name="gateway")
+        return [(str(host), int(port)) for host, port in counters["addresses"]]
+
+    async def stop(self) -> None:
+        """Rules, device and addresses are gone when it returns. May be called again."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        if self._client is not None:
+            self._client.close()
+        if self._child is not None:
+            await self._child.stop(grace_s=STOP_GRACE_S)
+
+    async def tell(self, request: Request) -> Any:
+        """Its answer, when it is done. Told again whenever the gateway is started anew. Raises as `ask`."""
+        self._told[type(request)] = request
+        return await self.ask(request)
+
+    def was_told(self, request: Request) -> bool:
+        """Whether this is the latest of its kind that it was told."""
+        return self._told.get(type(request)) == request
+
+    async def ask(self, request: Request) -> Any:
+        """Its answer, of the next gateway if this one dies meanwhile. Raises what it raised, MeshTimeoutError."""
+        try:
+            async with asyncio.timeout(READY_LIMIT_S):
+                while True:
+                    await self._is_up.wait()
+                    client = self._client
+                    assert client is not None
+                    try:
+                        return await client.ask(request)
+                    except TransportError:
+                        if client is self._client and self._child is not None:
+                            self._is_up.clear()
+                            await self._child.stop(grace_s=0.0)  # it is dead, or does not answer
+        except TimeoutError as error:
+            raise MeshTimeoutError(
+                f"The gateway of {self.plan.machine} does not come up.",
+                hint=f"Its log is {self.plan.log}.",
+                timeout_s=READY_LIMIT_S,
+            ) from error
+
+    async def _keep(self) -> None:
+        pause_s = AGAIN_FIRST_S
+        while True:
+            assert self._child is not None
+            began = time.monotonic()
+            code = await asyncio.shield(self._child.ended)
+            self._is_up.clear()
+            if time.monotonic() - began > LIVED_LONG_S:
+                pause_s = AGAIN_FIRST_S
+            _log.error("the gateway ended by itself (code %d): starting it again", code)
+            while True:
+                try:
+                    client = await self._begin()
+                    await self._tell_all(client)
+                    break
+                except (MeshError, OSError) as error:
+                    _log.error("the gateway cannot be started, again in %g s: %s", pause_s, error)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(AGAIN_MAX_S, pause_s * 2)
+            self._client = client
+            self.restarts += 1
+            self._is_up.set()
+            self._on_again()
+
+    async def _begin(self) -> GatewayClient:
+        if self._client is not None:
+            self._client.close()
+        child = self._child = spawn(
+            f"gateway of {self.plan.machine}",
+            self.plan.command(),
+            environment=self.plan.environment,
+            log=self.plan.log,
+        )
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            if not child.is_running:
+                raise DeploymentError(
+                    _said(self.plan.log)
+                    or f"The gateway ended while it was starting ({child.ended.result()}).",
+                    hint=f"Its log is {self.plan.log}.",
+                    reason=Reason.FORBIDDEN,
+                )
+            if self.plan.socket.exists():
+                try:
+                    return await GatewayClient.connect(self.plan.socket)
+                except TransportError:  # of the last one, which was killed
+                    pass
+            await asyncio.sleep(START_LOOK_S)
+        await child.stop(grace_s=0.0)
+        raise MeshTimeoutError("Waited for the gateway to start, in vain.", timeout_s=START_LIMIT_S)
+
+    async def _tell_all(self, client: GatewayClient) -> None:
+        for request in list(self._told.values()):
+            try:
+                await client.ask(request)
+            except TransportError:
+                raise
+            except MeshError as error:
+                _log.error("the new gateway does not take %s: %s", type(request).__name__, error)
+
+
+def _said(log: Path) -> str:
+    """The last word of a gateway that did not start."""
+    lines = log_tail(log).splitlines()
+    return lines[-1].removeprefix("gateway: ").removeprefix("error: ") if lines else ""

@@ -1,0 +1,145 @@
+"""How a machine's agent speaks with its head through the mesh port: HTTPS, the authority pinned.
+
+Rules of this file:
+1. Before the fingerprint has been compared one question is asked, and nothing that it answers is believed but for that.
+2. The head is named by its authority and API_NAME, whatever host the user wrote: certificates do not know addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from cryptography import x509
+
+from mesh.errors import AuthenticationError, MeshError, RemoteProtocolError, SpecError, TransportError
+from mesh.http_transport import HttpTransport, checked_url
+from mesh.net.api_front import API_NAME
+from mesh.net.authority import fingerprint
+from mesh.net.clock import is_skewed, skew_text, wall_clock
+from mesh.net.tls import authority_context, stranger_context
+from mesh.reasons import Reason
+
+HEAD_ADDRESSES_MAX = 4
+RESOLVE_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadUrl:
+    """`https://HOST:PORT`."""
+
+    url: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> HeadUrl:
+        """Raises SpecError."""
+        url = checked_url(text if "//" in text else f"https://{text}")
+        parts = urlsplit(url)
+        if parts.scheme != "https":
+            raise SpecError(
+                f"{text[:200]!r} is a plain API; machines join through the mesh port of a head.",
+                hint="Write https://HOST:PORT, with the port of `mesh up --listen`.",
+                field="HEAD",
+            )
+        if parts.port is None or not parts.hostname:
+            raise SpecError(
+                f"{text[:200]!r} has no port.",
+                hint="Write https://HOST:PORT, with the port of `mesh up --listen`.",
+                field="HEAD",
+            )
+        return cls(url=f"https://{parts.netloc}", host=parts.hostname, port=parts.port)
+
+    async def resolve(self) -> tuple[tuple[str, int], ...]:
+        """Where it is now. Raises TransportError."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(RESOLVE_LIMIT_S):
+                found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            raise TransportError(
+                f"The head's name {self.host} cannot be resolved: {error or 'no answer'}.",
+                hint="Is the name right, and does this machine have a resolver?",
+            ) from error
+        addresses = dict.fromkeys((str(entry[4][0]), self.port) for entry in found)
+        return tuple(addresses)[:HEAD_ADDRESSES_MAX]
+
+
+async def ask_trust(head: HeadUrl, wanted: str) -> bytes:
+    """The authority (PEM) whose certificate has this fingerprint, as the head shows it.
+
+    Raises:
+        TransportError: no connection. RemoteProtocolError: this is no mesh port.
+        AuthenticationError: another authority answers there; (ClockSkew) the clocks differ.
+    """
+    try:
+        async with _transport(head, "", context=stranger_context()) as api:
+            answer = await api.call("GET", "/v1/authority", repeat_s=0.0)
+            bundle, clock = str(answer["bundle"]), float(answer["clock"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteProtocolError(f"What answers at {head.url} is no mesh port: {error!r}.") from error
+    found = authority_of(bundle.encode(), wanted)
+    if found is None:
+        raise AuthenticationError(
+            f"What answers at {head.url} is not the head that made this token: its authority is another one.",
+            hint="Is the address right? If it is, somebody may be in between. A new token: `mesh token create`.",
+        )
+    ours = wall_clock()
+    if is_skewed(ours=ours, theirs=clock):
+        raise AuthenticationError(
+            f"{skew_text(ours=ours, theirs=clock, them='the head')} Certificates would not be valid.",
+            hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
+            reason=Reason.CLOCK_SKEW,
+        )
+    return found
+
+
+def authority_of(bundle_pem: bytes, wanted: str) -> bytes | None:
+    """The certificate of a bundle that has this fingerprint. Raises AuthenticationError for what is no bundle."""
+    for pem in _certificates(bundle_pem):
+        if fingerprint(pem) == wanted:
+            return pem
+    return None
+
+
+def _certificates(bundle_pem: bytes) -> list[bytes]:
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        found = x509.load_pem_x509_certificates(bundle_pem)
+    except ValueError as error:
+        raise AuthenticationError(f"The head shows no certificates: {error}.") from error
+    return [certificate.public_bytes(serialization.Encoding.PEM) for certificate in found]
+
+
+@contextlib.asynccontextmanager
+async def head_api(head: HeadUrl, *, bundle_pem: bytes, secret: str = "") -> AsyncIterator[HttpTransport]:
+    """The head's API, by the authorities that this machine trusts. Raises AuthenticationError."""
+    async with _transport(head, secret, context=authority_context(bundle_pem)) as transport:
+        yield transport
+
+
+@contextlib.asynccontextmanager
+async def _transport(head: HeadUrl, secret: str, *, context: Any) -> AsyncIterator[HttpTransport]:
+    transport = HttpTransport(url=head.url, token=secret, fate=lambda: None, tls=context, tls_name=API_NAME)
+    await transport.open()
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+def in_words(error: MeshError, head: HeadUrl) -> str:
+    """What went wrong on the line, for the agent's log, with what an owner of the machine could do."""
+    if isinstance(error, TransportError):
+        return (
+            f"{error.message} It is tried again. If the head has another address now, end this agent, and: "
+            f"mesh join https://NEW-ADDRESS:{head.port}"
+        )
+    return str(error)

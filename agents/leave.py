@@ -1,0 +1,67 @@
+"""`python -m agents leave`: the agent of this machine ends, and the machine is forgotten by its head.
+
+Rules of this file:
+1. The agent itself says goodbye, after its run has left; this process tells it that it is for good, and waits.
+2. Where no agent runs, nobody says goodbye: the identity is removed, and the head has given the machine up already, or
+   will.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+from agents.join import GOODBYE_LIMIT_S, GRACE_S_LARGEST
+from agents.join_mesh import LEAVING_NAME
+from agents.machine_identity import forget_identity
+from agents.machine_state import LOCK_NAME
+from mesh.errors import DeploymentError, MeshTimeoutError
+
+WAIT_LIMIT_S = GRACE_S_LARGEST + GOODBYE_LIMIT_S + 30.0
+
+
+def leave(state: Path) -> int:
+    """The exit code. Raises DeploymentError, MeshTimeoutError, OSError."""
+    folder = state.expanduser().absolute()
+    if not folder.is_dir():
+        raise DeploymentError(
+            f"No machine of a deployment has its folder in {folder}.", hint="Name it: --state DIR."
+        )
+    pid = _agent_of(folder)
+    if pid is None:
+        forget_identity(folder)
+        sys.stderr.write("No agent runs here. To join again this machine needs a token.\n")
+        return 0
+    handle = os.pidfd_open(pid)
+    try:
+        (folder / LEAVING_NAME).touch()
+        signal.pidfd_send_signal(handle, signal.SIGTERM)
+        ended, _, _ = select.select([handle], [], [], WAIT_LIMIT_S)
+    finally:
+        os.close(handle)
+    if not ended:
+        raise MeshTimeoutError("The agent still waits for its run to leave.", timeout_s=WAIT_LIMIT_S)
+    (folder / LEAVING_NAME).unlink(missing_ok=True)
+    forget_identity(folder)
+    sys.stderr.write("This machine has left. To join again it needs a token.\n")
+    return 0
+
+
+def _agent_of(folder: Path) -> int | None:
+    """The pid of the agent that holds the folder's lock."""
+    try:
+        lock = os.open(folder / LOCK_NAME, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(lock, 32).strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(lock)
+    return None

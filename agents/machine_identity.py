@@ -1,0 +1,59 @@
+"""Who this machine is to its head, over restarts: one file in the agent's folder, for its owner only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mesh.errors import DeploymentError
+from mesh.reasons import Reason
+
+FILE_NAME = "identity.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownIdentity:
+    """As what this machine was taken in last."""
+
+    head: str
+    """Where it found the head."""
+    name: str
+    secret: str = field(repr=False)
+    bundle: str
+    """Whom it trusts, PEM."""
+
+
+def read_identity(folder: Path) -> KnownIdentity | None:
+    """None when this machine has never joined, or has left. Raises DeploymentError when it cannot be read."""
+    path = folder / FILE_NAME
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+        return KnownIdentity(**{name: str(words[name]) for name in ("head", "name", "secret", "bundle")})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DeploymentError(
+            f"This machine's identity {path} cannot be read: {error!r}.",
+            hint="Remove it, and join with a new token.",
+            reason=Reason.UNREADABLE,
+            path=str(path),
+        ) from error
+
+
+def write_identity(folder: Path, identity: KnownIdentity) -> None:
+    """Whole or not at all; on disk when it returns. Raises OSError."""
+    path = folder / FILE_NAME
+    draft = path.with_name(f".{FILE_NAME}.{os.getpid()}.tmp")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(identity), file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def forget_identity(folder: Path) -> None:
+    """Raises OSError."""
+    (folder / FILE_NAME).unlink(missing_ok=True)

@@ -1,0 +1,284 @@
+"""Machines of the mesh: tokens to join with, joining, news, leaving.
+
+Rules of this file:
+1. Tokens are the deployment's owner's, as everything else. What a machine calls is open (`access`): it shows a join
+   token in its request, or as its bearer token the secret that it got when it joined.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from coordinator.api.auth import bearer_of
+from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Query, read_json
+from coordinator.api.mesh_service import (
+    JoinedTerms,
+    JoinTokenList,
+    MeshJoinRequest,
+    MeshNews,
+    MeshService,
+    Reached,
+    ReachRequest,
+    Renewed,
+    RenewRequest,
+    TokenRequest,
+    TrustFacts,
+)
+from coordinator.api.retry import ask
+from coordinator.api.routes_deployment import read_reclaim
+from mesh.errors import DeploymentError, SpecError
+from mesh.reasons import Reason
+from mesh.resources import JoinTokenFacts, Machine, NewJoinToken
+
+ADDRESSES_MAX = 8
+
+
+def _mesh(request: web.Request) -> MeshService:
+    mesh = request.app[CONTEXT].mesh
+    if mesh is None:
+        raise DeploymentError(
+            "This deployment has no mesh port; machines cannot join it through one.",
+            hint="Start it with one: mesh up --listen HOST:PORT.",
+            reason=Reason.CONFLICT,
+        )
+    return mesh
+
+
+async def get_authority(request: web.Request, query: Query) -> web.StreamResponse:
+    return web.json_response(_mesh(request).trust())
+
+
+async def create_token(request: web.Request, query: Query) -> web.StreamResponse:
+    mesh = _mesh(request)
+    body = await read_json(request, what="how long it is good") if await request.read() else {}
+    ttl_s = body.get("ttlSeconds") if isinstance(body, dict) else False
+    if ttl_s is not None and (not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool)):
+        raise SpecError("ttlSeconds is a number.", field="ttlSeconds", got=str(ttl_s)[:80])
+    token, facts = await mesh.create_token(ttl_s)
+    return web.json_response({"token": token, "facts": facts}, status=HTTPStatus.CREATED)
+
+
+async def list_tokens(request: web.Request, query: Query) -> web.StreamResponse:
+    return web.json_response({"tokens": _mesh(request).list_tokens()})
+
+
+async def revoke_token(request: web.Request, query: Query) -> web.StreamResponse:
+    return web.json_response(await _mesh(request).revoke_token(request.match_info["id"]))
+
+
+async def join(request: web.Request, query: Query) -> web.StreamResponse:
+    body = await _object(request, "a machine's request to join")
+    return web.json_response(await _mesh(request).join(body))
+
+
+async def follow(request: web.Request, query: Query) -> web.StreamResponse:
+    stopping = request.app[CONTEXT].stopping
+
+    def is_gone() -> bool:
+        return request.transport is None or request.transport.is_closing() or stopping.is_set()
+
+    news = await _mesh(request).follow(
+        request.match_info["name"], bearer_of(request), query["after"] or "", is_gone=is_gone
+    )
+    return web.json_response(news)
+
+
+async def reach(request: web.Request, query: Query) -> web.StreamResponse:
+    body = await _object(request, "a machine's addresses")
+    port = body.get("port")
+    if port is not None and not _is_port(port):
+        raise SpecError("port is that of the machine's gateway, or null.", field="port", got=str(port)[:80])
+    peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+    found = await _mesh(request).reach(
+        request.match_info["name"],
+        bearer_of(request),
+        addresses=_addresses(body.get("addresses")),
+        port=port,
+        seen_from=peer[1] if peer else 0,
+    )
+    return web.json_response({"addresses": [list(address) for address in found]})
+
+
+async def renew(request: web.Request, query: Query) -> web.StreamResponse:
+    body = await _object(request, "a certificate request")
+    wanted = body.get("request")
+    if not isinstance(wanted, str):
+        raise SpecError("request is a certificate signing request, PEM.", field="request")
+    certificate = await _mesh(request).renew(request.match_info["name"], bearer_of(request), wanted)
+    return web.json_response({"certificate": certificate})
+
+
+async def leave(request: web.Request, query: Query) -> web.StreamResponse:
+    """As reclaim, by the machine itself."""
+    name = await _mesh(request).check(request.match_info["name"], bearer_of(request))
+    grace_s, message = await read_reclaim(request)
+    service = request.app[CONTEXT].service
+    machine = await ask(lambda: service.reclaim(name, grace_s, message))
+    return web.json_response(machine, status=HTTPStatus.ACCEPTED)
+
+
+async def get_own(request: web.Request, query: Query) -> web.StreamResponse:
+    name = await _mesh(request).check(request.match_info["name"], bearer_of(request))
+    machines = await ask(request.app[CONTEXT].service.list_machines)
+    found = next((machine for machine in machines if machine["name"] == name), None)
+    return web.json_response({"machine": found})
+
+
+async def left(request: web.Request, query: Query) -> web.StreamResponse:
+    await _mesh(request).left(request.match_info["name"], bearer_of(request))
+    return web.json_response({})
+
+
+async def _object(request: web.Request, what: str) -> dict[str, Any]:
+    body = await read_json(request, what=what)
+    if not isinstance(body, dict):
+        raise SpecError(f"The request takes {what}, as an object.")
+    return body
+
+
+def _is_port(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 65536
+
+
+def _addresses(given: Any) -> list[tuple[str, int]]:
+    import ipaddress
+
+    if not isinstance(given, list) or len(given) > ADDRESSES_MAX:
+        raise SpecError(f"addresses is a list of at most {ADDRESSES_MAX}.", field="addresses")
+    found = []
+    for pair in given:
+        try:
+            host, port = pair
+            address = str(ipaddress.ip_address(host))
+        except (TypeError, ValueError):
+            address, port = "", None
+        if not address or not _is_port(port):
+            raise SpecError(
+                "Each of addresses is an IP address and a port.", field="addresses", got=str(pair)[:80]
+            )
+        found.append((address, port))
+    return found
+
+
+AFTER = Parameter(name="after", kind="string", text="The version of the news that was heard last.")
+
+ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/v1/authority",
+        operation="getAuthority",
+        summary="The deployment's certificate authority; needs no token",
+        handler=get_authority,
+        access="open",
+        answers=(Answer(text="Whom to trust.", shape=TrustFacts),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/tokens",
+        operation="createToken",
+        summary="Make a token that lets one machine join, once and soon",
+        handler=create_token,
+        body=TokenRequest,
+        body_required=False,
+        answers=(Answer(text="The token.", shape=NewJoinToken, status=HTTPStatus.CREATED),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/tokens",
+        operation="listTokens",
+        summary="The join tokens",
+        handler=list_tokens,
+        answers=(Answer(text="Tokens, without their secrets.", shape=JoinTokenList),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/tokens/{id}",
+        operation="revokeToken",
+        summary="Let nobody join with this token any more",
+        handler=revoke_token,
+        answers=(Answer(text="The token.", shape=JoinTokenFacts),),
+        errors=(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/mesh/join",
+        operation="joinMesh",
+        summary="Take a machine into the mesh, by a join token or its secret: what its agent calls before it starts",
+        handler=join,
+        access="open",
+        body=MeshJoinRequest,
+        answers=(Answer(text="The machine's name, certificate and cluster.", shape=JoinedTerms),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/machines/{name}/mesh",
+        operation="followMesh",
+        summary="What is new in the mesh; waits for it. Takes the machine's secret",
+        handler=follow,
+        access="open",
+        parameters=(AFTER,),
+        answers=(Answer(text="Everything that there is to know now.", shape=MeshNews),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/machines/{name}/reach",
+        operation="reachMachine",
+        summary="Find out whether a machine's mesh port can be dialled. Takes the machine's secret",
+        handler=reach,
+        access="open",
+        body=ReachRequest,
+        answers=(Answer(text="Where it can.", shape=Reached),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/machines/{name}/certificate",
+        operation="renewCertificate",
+        summary="A newer certificate for a machine. Takes the machine's secret",
+        handler=renew,
+        access="open",
+        body=RenewRequest,
+        answers=(Answer(text="The certificate.", shape=Renewed),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/machines/{name}/leave",
+        operation="leaveMachine",
+        summary="A machine says that it goes away, as by reclaim. Takes the machine's secret",
+        handler=leave,
+        access="open",
+        body=dict[str, object],
+        body_required=False,
+        answers=(Answer(text="The machine.", shape=Machine, status=HTTPStatus.ACCEPTED),),
+        errors=(HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/machines/{name}/own",
+        operation="getOwnMachine",
+        summary="A machine as the deployment sees it, for itself. Takes the machine's secret",
+        handler=get_own,
+        access="open",
+        answers=(Answer(text="The machine, or null.", shape=dict[str, object]),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/machines/{name}",
+        operation="leftMachine",
+        summary="A machine has left: its certificate is revoked. Takes the machine's secret",
+        handler=left,
+        access="open",
+        answers=(Answer(text="Nothing.", shape=dict[str, object]),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+)

@@ -1,0 +1,343 @@
+"""Where machines of the mesh are taken in and told the news. Behind the API's routes; nothing here is untyped or Ray's.
+
+Theory of operation. A machine shows a token, or the secret that it was given when it joined before, and a request for
+a certificate; it gets a name, a number, the certificate, a secret, and what it has to know of Ray's cluster. From then
+on it asks again and again what is new (`follow`), and each answer has everything: where every machine is, who is not
+believed any more, whom to trust.
+
+Rules of this file:
+1. A change is in the books on disk before the machine that asked hears of it.
+2. Everybody who follows is told of every change; so is this host's own gateway (`on_change`).
+3. Whoever asks says what it has heard last; a head that began again has other versions, so everybody hears it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from coordinator.api.mesh_service import JoinedTerms, MeshNews
+from coordinator.mesh_authority import MeshAuthority
+from coordinator.mesh_books import MACHINES_NAME, TOKENS_NAME, MeshBooks
+from coordinator.mesh_machines import HEAD, MeshMachine, checked_hint
+from mesh.errors import AuthenticationError, SpecError
+from mesh.ids import MachineName
+from mesh.net.clock import is_skewed, skew_text, wall_clock
+from mesh.net.overlay import HEAD_NUMBER, machine_overlay
+from mesh.net.roster import MachinePlace, Machines
+from mesh.net.tokens import TTL_S, JoinToken, TokenRecord
+from mesh.reasons import Reason
+from mesh.resources import JoinTokenFacts
+
+FOLLOW_LIMIT_S = 20.0
+FOLLOW_LOOK_S = 0.5
+"""Between two looks whether who follows is still there."""
+ADDRESSES_MAX = 8
+SECRET_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFacts:
+    """What a machine has to know of Ray's cluster to become part of it."""
+
+    address: str
+    id: str
+    session: str
+    token: str
+
+
+class Surroundings(Protocol):
+    """What the desk needs of the head around it."""
+
+    def cluster(self) -> ClusterFacts:
+        """Raises DeploymentError while there is none."""
+        ...
+
+    async def next_name_number(self) -> int:
+        """A number that no machine has had in its name. Raises DeploymentError, StorageError."""
+        ...
+
+    def check_versions(self, request: Mapping[str, Any]) -> None:
+        """Raises ConflictError when the machine runs others than this head."""
+        ...
+
+    def expect(self, name: MachineName, node_id: str) -> None:
+        """A machine is about to become this node."""
+        ...
+
+    async def source_of(self, port: int) -> str | None:
+        """The address of who is behind a connection from this port of loopback."""
+        ...
+
+    async def probe(
+        self, machine: MachineName, addresses: Sequence[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        """Those of the addresses at which that machine answers."""
+        ...
+
+    def new_node_id(self) -> str: ...
+
+
+class MeshDesk:
+    """One head's. `on_change` is called whenever places or revocations have changed."""
+
+    def __init__(
+        self,
+        *,
+        books: MeshBooks,
+        authority: MeshAuthority,
+        around: Surroundings,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._books = books
+        self._authority = authority
+        self._around = around
+        self._on_change = on_change
+        self._life = secrets.token_hex(4)
+        self._changed = asyncio.Event()
+        self._following: Counter[MachineName] = Counter()
+        self._writing = asyncio.Lock()
+
+    # ---- tokens -----------------------------------------------------------------------------------
+
+    async def create_token(self, ttl_s: float | None) -> tuple[str, JoinTokenFacts]:
+        """A new one, and what it looks like in lists. Raises SpecError, ConflictError, StorageError."""
+        token = JoinToken(
+            id=secrets.token_hex(6),
+            secret=secrets.token_hex(SECRET_BYTES),
+            fingerprint=self._authority.fingerprint(),
+        )
+        record = self._books.tokens.add(token, now=wall_clock(), ttl_s=TTL_S if ttl_s is None else ttl_s)
+        await self._save(TOKENS_NAME)
+        return str(token), _facts(record)
+
+    def list_tokens(self) -> list[JoinTokenFacts]:
+        return [_facts(record) for record in self._books.tokens.records.values()]
+
+    async def revoke_token(self, token_id: str) -> JoinTokenFacts:
+        """Raises NotFoundError, ConflictError, StorageError."""
+        record = self._books.tokens.revoke(token_id, now=wall_clock())
+        await self._save(TOKENS_NAME)
+        return _facts(record)
+
+    # ---- machines ---------------------------------------------------------------------------------
+
+    def trust(self) -> dict[str, Any]:
+        """Whom to trust, for who has the fingerprint; and what time it is here."""
+        return {"bundle": self._authority.bundle_pem().decode(), "clock": wall_clock()}
+
+    async def join(self, request: Mapping[str, Any]) -> JoinedTerms:
+        """Takes a machine in.
+
+        Raises:
+            AuthenticationError: the token or the identity is not good; (ClockSkew) the clocks differ.
+            ConflictError: other versions; (IdentityInUse) the machine is there already.
+            SpecError: what is asked makes no sense. DeploymentError: Ray is not up. StorageError.
+        """
+        self._check_clock(request)
+        self._around.check_versions(request)
+        hint = checked_hint(request.get("nameHint"))
+        cluster = self._around.cluster()
+        before = await self._admit(request)
+        name = MachineName(f"{hint}-{await self._around.next_name_number()}")
+        certificate = self._authority.sign_machine(_text(request, "request").encode(), name)
+        secret = secrets.token_hex(SECRET_BYTES)
+        machine = self._books.machines.enter(name, secret, now=wall_clock())
+        if before is not None:
+            self._books.machines.succeed(before, name, now=wall_clock())
+        await self._save(MACHINES_NAME)
+        self._tell()
+        node_id = self._around.new_node_id()
+        self._around.expect(name, node_id)
+        return {
+            "name": name,
+            "number": machine.number,
+            "secret": secret,
+            "nodeId": node_id,
+            "deployment": self._authority.deployment,
+            "certificate": certificate.decode(),
+            "cluster": {"address": cluster.address, "id": cluster.id, "session": cluster.session},
+            "clusterToken": cluster.token,
+            "news": self._news(),
+        }
+
+    async def _admit(self, request: Mapping[str, Any]) -> MachineName | None:
+        """The machine that comes back; None for one that has shown a token, which is used up now."""
+        again = request.get("again")
+        if again is None:
+            token = JoinToken.parse(_text(request, "token"))
+            self._books.tokens.redeem(token.id, token.secret, now=wall_clock())
+            await self._save(TOKENS_NAME)
+            return None
+        if not isinstance(again, dict):
+            raise SpecError("`again` is the name and the secret of a machine.", field="again")
+        name = MachineName(_text(again, "name"))
+        is_followed = self._following[name] > 0
+        self._books.machines.may_come_back(name, _text(again, "secret"), is_followed=is_followed)
+        return name
+
+    async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> MeshNews:
+        """What is new since `after`; waits for it, for a while. `is_gone`: who asked does not wait any more.
+
+        Raises AuthenticationError when this machine is not one any more.
+        """
+        machine = await self._check(name, secret)
+        with self._followed(machine.name):
+            deadline = asyncio.get_running_loop().time() + FOLLOW_LIMIT_S
+            while self._version() == after and not is_gone():
+                left_s = deadline - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, FOLLOW_LOOK_S)):
+                        await self._changed.wait()
+            await self._check(name, secret)
+            return self._news()
+
+    async def reach(
+        self,
+        name: str,
+        secret: str,
+        *,
+        addresses: Sequence[tuple[str, int]],
+        port: int | None,
+        seen_from: int,
+    ) -> list[tuple[str, int]]:
+        """Where this machine can be dialled, found out by dialling it, which everybody is told.
+
+        Args:
+            addresses: what it takes for its own.
+            port: where its gateway listens; None when it does not.
+            seen_from: our side's port of the connection that it asks on.
+        """
+        machine = await self._check(name, secret)
+        asked = list(dict.fromkeys(addresses))[: ADDRESSES_MAX - 1]
+        source = await self._around.source_of(seen_from) if port is not None else None
+        if source and port is not None and (source, port) not in asked:
+            asked.append((source, port))
+        found = await self._around.probe(machine.name, asked) if asked else []
+        self._books.machines.place(machine.name, tuple(found))
+        await self._save(MACHINES_NAME)
+        self._tell()
+        return found
+
+    async def renew(self, name: str, secret: str, request_pem: str) -> str:
+        """A newer certificate (PEM). Raises AuthenticationError."""
+        machine = await self._check(name, secret)
+        return self._authority.sign_machine(request_pem.encode(), machine.name).decode()
+
+    async def left(self, name: str, secret: str) -> None:
+        """This machine says goodbye; it needs a token to come back."""
+        machine = await self._check(name, secret)
+        await self.give_up([machine.name], for_good=True)
+
+    async def check(self, name: str, secret: str) -> MachineName:
+        """Who shows this secret. Raises AuthenticationError."""
+        return (await self._check(name, secret)).name
+
+    async def give_up(self, names: Sequence[str], *, for_good: bool = False) -> None:
+        """These machines are gone: nobody believes them any more."""
+        left = [
+            name
+            for name in names
+            if self._books.machines.leave(MachineName(name), now=wall_clock(), for_good=for_good)
+        ]
+        if left:
+            await self._save(MACHINES_NAME)
+            self._tell()
+
+    def unheard(self, *, older_than_s: float) -> list[MachineName]:
+        """Machines that are in the book for longer and do not follow."""
+        before = wall_clock() - older_than_s
+        present = self._books.machines.present().values()
+        return [m.name for m in present if m.joined_at < before and not self._following[m.name]]
+
+    def places(self) -> Machines:
+        """Where all machines are; the head itself is reached where one joined."""
+        machines = {HEAD: MachinePlace(gateway=(), overlay=machine_overlay(HEAD_NUMBER))}
+        for name, machine in self._books.machines.present().items():
+            machines[name] = MachinePlace(gateway=machine.gateway, overlay=machine_overlay(machine.number))
+        return machines
+
+    def revoked(self) -> list[MachineName]:
+        return self._books.machines.revoked()
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    async def _check(self, name: str, secret: str) -> MeshMachine:
+        known = self._books.machines.machines.get(MachineName(name))
+        machine = self._books.machines.check(MachineName(name), secret)
+        if known is not machine:
+            await self._save(MACHINES_NAME)
+        return machine
+
+    def _check_clock(self, request: Mapping[str, Any]) -> None:
+        clock = request.get("clock")
+        if not isinstance(clock, int | float) or isinstance(clock, bool):
+            raise SpecError("A machine says what time it is there.", field="clock", got=str(clock)[:80])
+        now = wall_clock()
+        if is_skewed(ours=clock, theirs=now):
+            raise AuthenticationError(
+                f"{skew_text(ours=clock, theirs=now, them='the head')} Certificates would not be valid.",
+                hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
+                reason=Reason.CLOCK_SKEW,
+            )
+
+    @contextlib.contextmanager
+    def _followed(self, name: MachineName) -> Iterator[None]:
+        self._following[name] += 1
+        try:
+            yield
+        finally:
+            self._following[name] -= 1
+            if not self._following[name]:
+                del self._following[name]
+
+    def _version(self) -> str:
+        return f"{self._life}.{self._books.machines.version}"
+
+    def _news(self) -> MeshNews:
+        return {
+            "version": self._version(),
+            "machines": {
+                str(name): {
+                    "gateway": [list(address) for address in place.gateway],
+                    "overlay": list(place.overlay),
+                }
+                for name, place in self.places().items()
+            },
+            "revoked": [str(name) for name in self.revoked()],
+            "bundle": self._authority.bundle_pem().decode(),
+            "cluster": self._around.cluster().id,
+        }
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+    async def _save(self, name: str) -> None:
+        async with self._writing:
+            text = self._books.machines_text() if name == MACHINES_NAME else self._books.tokens_text()
+            await asyncio.to_thread(self._books.write, name, text)
+
+
+def _facts(record: TokenRecord) -> JoinTokenFacts:
+    return {
+        "id": record.id,
+        "state": str(record.state(now=wall_clock())),
+        "expiresAt": record.expires_at,
+        "usedAt": record.used_at,
+    }
+
+
+def _text(request: Mapping[str, Any], key: str) -> str:
+    value = request.get(key)
+    if not isinstance(value, str) or not value:
+        raise SpecError(f"The request has no {key}.", field=key)
+    return value

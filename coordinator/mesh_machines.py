@@ -1,0 +1,228 @@
+"""The machines of the mesh as the head knows them: who is who, and where. Pure; mesh_head.py is the shell.
+
+Theory of operation. A machine joins with a token, and gets a name, a number (its overlay addresses) and a secret. With
+the secret it asks for news, and joins again after its raylet, its agent, its host or the head was gone: as another
+machine, under another name, with another secret. So each secret is good for one next step, and a second user of an old
+one gives itself away: a copied disk.
+
+Rules of this file:
+1. A name is given once. A number is another machine's as soon as its machine is gone, the longest unused one first.
+2. What is gone stays gone: its certificate is revoked by name for as long as one could be valid.
+3. An answer can be lost: an old secret is good again as long as nobody has used the one that came after it.
+4. Every change raises `version`, which whoever follows compares.
+5. Only hashes of secrets are kept. The time (seconds since 1970) and the secrets are arguments. The book is bounded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.ids import MachineName
+from mesh.net.authority import MACHINE_TTL_S
+from mesh.net.clock import SKEW_MAX_S
+from mesh.net.overlay import NUMBER_MAX
+from mesh.net.tokens import hash_secret
+from mesh.reasons import Reason
+
+HEAD = MachineName("head")
+MACHINES_MAX = 4096
+"""That are there at the same time."""
+GONE_MAX = 50_000
+DEFAULT_HINT = "machine"
+_HINT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshMachine:
+    """One machine, from its joining on."""
+
+    name: MachineName
+    number: int
+    secret_hash: str
+    joined_at: float
+    gateway: tuple[tuple[str, int], ...] = ()
+    """Where others dial it; empty when it only dials out, or it is not known yet."""
+    was_heard: bool = False
+    """Its secret has been used: it knows it."""
+    gone_at: float | None = None
+    successor: MachineName | None = None
+    """The machine that it has come back as."""
+    has_left: bool = False
+    """It said goodbye: to come back it needs a token."""
+
+
+@dataclass(slots=True)
+class MeshMachines:
+    """The book."""
+
+    machines: dict[MachineName, MeshMachine] = field(default_factory=dict)
+    """By name, also those that are gone."""
+    last_number: int = 0
+    version: int = 0
+
+    # ---- coming and going -------------------------------------------------------------------------
+
+    def enter(self, name: MachineName, secret: str, *, now: float) -> MeshMachine:
+        """A new machine, of a name that nobody has had. Raises ConflictError when there are too many."""
+        self._forget(now)
+        present = self.present()
+        if len(present) >= MACHINES_MAX:
+            raise ConflictError(f"The deployment has {len(present)} machines, and takes no more.")
+        if name in self.machines:
+            raise ConflictError(f"The name {name} has been given.")
+        machine = MeshMachine(
+            name=name, number=self._next_number(), secret_hash=hash_secret(secret), joined_at=now
+        )
+        self.last_number = machine.number
+        self._put(machine)
+        return machine
+
+    def may_come_back(self, name: MachineName, secret: str, *, is_followed: bool) -> MeshMachine:
+        """Whether who has this secret may join again in the place of this machine. Changes nothing.
+
+        Args:
+            is_followed: somebody who shows the machine's secret waits for news right now.
+
+        Raises:
+            AuthenticationError: not with this secret; (IdentityCopied) somebody else has come back with it.
+            ConflictError: (IdentityInUse) the machine is there.
+        """
+        machine = self._known(name, secret)
+        if machine.has_left:
+            raise AuthenticationError(f"{name} has left the deployment.", hint=_WITH_TOKEN)
+        successor = self.machines.get(machine.successor) if machine.successor is not None else None
+        if successor is not None and successor.was_heard:
+            raise _copied(name, successor.name)
+        if machine.gone_at is None and is_followed:
+            raise ConflictError(
+                f"{name} is in the deployment now, with this identity.",
+                hint="Is this disk a copy of its disk? Then name another folder, --state DIR, and join with a token of "
+                "its own.",
+                reason=Reason.IDENTITY_IN_USE,
+            )
+        return machine
+
+    def succeed(self, old: MachineName, new: MachineName, *, now: float) -> None:
+        """`old` has come back as `new`: it is gone, and so is a successor that nobody has heard of."""
+        machine = self.machines[old]
+        if machine.successor is not None:
+            self.leave(machine.successor, now=now)
+        self.leave(old, now=now)
+        self._put(replace(self.machines[old], successor=new))
+
+    def leave(self, name: MachineName, *, now: float, for_good: bool = False) -> bool:
+        """It is gone, and nobody believes its certificate any more. False when it was gone already."""
+        machine = self.machines.get(name)
+        if machine is None or machine.gone_at is not None:
+            return False
+        self._put(replace(machine, gone_at=now, gateway=(), has_left=for_good))
+        return True
+
+    # ---- who is there -----------------------------------------------------------------------------
+
+    def check(self, name: MachineName, secret: str) -> MeshMachine:
+        """The machine that shows this secret, which is there. Raises AuthenticationError."""
+        machine = self._known(name, secret)
+        if machine.successor is not None and self.machines[machine.successor].was_heard:
+            raise _copied(name, machine.successor)
+        if machine.gone_at is not None:
+            raise AuthenticationError(
+                f"{name} is not in the deployment any more: it has left, or it did not answer and was given up."
+            )
+        if not machine.was_heard:  # others do not see it: the version stays
+            machine = replace(machine, was_heard=True)
+            self.machines[name] = machine
+        return machine
+
+    def place(self, name: MachineName, gateway: tuple[tuple[str, int], ...]) -> None:
+        """Where others can dial it."""
+        machine = self.machines.get(name)
+        if machine is not None and machine.gone_at is None and machine.gateway != gateway:
+            self._put(replace(machine, gateway=gateway))
+
+    def present(self) -> dict[MachineName, MeshMachine]:
+        """Those that are there."""
+        return {name: machine for name, machine in self.machines.items() if machine.gone_at is None}
+
+    def revoked(self) -> list[MachineName]:
+        """Those that are not, and whose certificates could be valid."""
+        return sorted(name for name, machine in self.machines.items() if machine.gone_at is not None)
+
+    # ---- on disk ----------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        machines = [asdict(machine) for machine in self.machines.values()]
+        return {"machines": machines, "last_number": self.last_number, "version": self.version}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MeshMachines:
+        """Raises KeyError, TypeError, ValueError for what `to_json` has not made."""
+        book = cls(last_number=int(data["last_number"]), version=int(data["version"]))
+        for words in data["machines"]:
+            places = tuple((str(host), int(port)) for host, port in words["gateway"])
+            machine = MeshMachine(**{**words, "gateway": places})
+            book.machines[machine.name] = machine
+        return book
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _known(self, name: MachineName, secret: str) -> MeshMachine:
+        machine = self.machines.get(name)
+        known = machine.secret_hash if machine is not None else hash_secret("")
+        if not hmac.compare_digest(known, hash_secret(secret)) or machine is None:
+            raise AuthenticationError(
+                f"This deployment does not know {name[:60]!r} by this secret.", hint=_WITH_TOKEN
+            )
+        return machine
+
+    def _put(self, machine: MeshMachine) -> None:
+        self.machines[machine.name] = machine
+        self.version += 1
+
+    def _next_number(self) -> int:
+        taken = {machine.number for machine in self.present().values()}
+        number = self.last_number
+        while True:  # ends: MACHINES_MAX is below NUMBER_MAX
+            number = number % NUMBER_MAX + 1
+            if number not in taken:
+                return number
+
+    def _forget(self, now: float) -> None:
+        """Those whose certificates cannot be valid any more; and the oldest where too many are gone."""
+        old = now - MACHINE_TTL_S - 2 * SKEW_MAX_S
+        gone = [machine for machine in self.machines.values() if machine.gone_at is not None]
+        over = max(0, len(gone) - GONE_MAX)
+        for place, machine in enumerate(gone):
+            if place < over or (machine.gone_at or 0.0) < old:
+                del self.machines[machine.name]
+
+
+def checked_hint(text: Any) -> str:
+    """What a machine's name begins with. Raises SpecError."""
+    if text is None or text == "":
+        return DEFAULT_HINT
+    if not isinstance(text, str) or not _HINT.fullmatch(text):
+        raise SpecError(
+            "A machine's name may begin with up to 40 small letters, digits and hyphens.",
+            hint="The deployment puts a number behind it: names are given once.",
+            field="name-hint",
+            got=str(text)[:80],
+        )
+    return text
+
+
+def _copied(name: MachineName, successor: MachineName) -> AuthenticationError:
+    return AuthenticationError(
+        f"Somebody else has come back with the identity of {name}, as {successor}.",
+        hint="Is this disk a copy of another machine's? Then name another folder, --state DIR, and join with a token "
+        "of its own.",
+        reason=Reason.IDENTITY_COPIED,
+    )
+
+
+_WITH_TOKEN = "`mesh token create` on the head makes a token to join with."
