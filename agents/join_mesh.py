@@ -236,7 +236,7 @@ class MeshWay:
         await self._tell_identity(life, gateway)
         await gateway.tell(SetLocal(addresses=member_overlay(life.number)))
         await self._tell_news(gateway, news)
-        await gateway.tell(Offer(ports=self._ports.all, deliver_to=(machine_overlay(life.number)[0],)))
+        await gateway.tell(Offer(ports=self._ports.offered, deliver_to=(machine_overlay(life.number)[0],)))
         return gateway
 
     async def _ask_reach(self, life: _Life, gateway: GatewayKeeper) -> list[Any]:

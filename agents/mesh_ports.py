@@ -14,6 +14,8 @@ from mesh.reasons import Reason
 
 FIRST_PORTS = (31000, 31512, 32024)
 PORTS = 512
+CHECK_PORTS = (29590, 29591)
+"""At which machines measure the way to each other (the network check), on their overlay addresses only."""
 _DIRECTORY, _NODE, _OBJECTS, _STORE, _LOGS, _WORKERS = range(6)
 
 
@@ -28,8 +30,9 @@ class MeshPorts:
         return self.first + PORTS - 1
 
     @property
-    def all(self) -> frozenset[int]:
-        return frozenset(range(self.first, self.last + 1))
+    def offered(self) -> frozenset[int]:
+        """What other machines may reach here."""
+        return frozenset({*range(self.first, self.last + 1), *CHECK_PORTS})
 
     @property
     def directory(self) -> int:

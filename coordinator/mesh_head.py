@@ -117,7 +117,7 @@ class MeshHead:
         addresses = await self._gateway.start()
         await self._gateway.tell(SetIdentity(credentials=self._authority.machine_credentials(HEAD)))
         await self._tell_news()
-        await self._gateway.tell(Offer(ports=self._ports.all, deliver_to=(self.address,)))
+        await self._gateway.tell(Offer(ports=self._ports.offered, deliver_to=(self.address,)))
         await self._gateway.tell(
             CarryRelay(streams_max=RELAY_STREAMS_MAX, streams_per_machine_max=RELAY_STREAMS_PER_MACHINE_MAX)
         )
