@@ -95,9 +95,7 @@ class MeshMachines:
         machine = self._known(name, secret)
         if machine.has_left:
             raise AuthenticationError(f"{name} has left the deployment.", hint=_WITH_TOKEN)
-        successor = self.machines.get(machine.successor) if machine.successor is not None else None
-        if successor is not None and successor.was_heard:
-            raise _copied(name, successor.name)
+        self._refuse_copy(machine)
         if machine.gone_at is None and is_followed:
             raise ConflictError(
                 f"{name} is in the deployment now, with this identity.",
@@ -128,8 +126,7 @@ class MeshMachines:
     def check(self, name: MachineName, secret: str) -> MeshMachine:
         """The machine that shows this secret, which is there. Raises AuthenticationError."""
         machine = self._known(name, secret)
-        if machine.successor is not None and self.machines[machine.successor].was_heard:
-            raise _copied(name, machine.successor)
+        self._refuse_copy(machine)
         if machine.gone_at is not None:
             raise AuthenticationError(
                 f"{name} is not in the deployment any more: it has left, or it did not answer and was given up."
@@ -180,6 +177,18 @@ class MeshMachines:
             )
         return machine
 
+    def _refuse_copy(self, machine: MeshMachine) -> None:
+        """Raises AuthenticationError when its next secret has been used: somebody else has this one, too."""
+        successor = self.machines.get(machine.successor) if machine.successor is not None else None
+        if successor is None or not successor.was_heard:
+            return
+        raise AuthenticationError(
+            f"Somebody else has come back with the identity of {machine.name}, as {successor.name}.",
+            hint="Is this disk a copy of another machine's? Then name another folder, --state DIR, and join with a token "
+            "of its own.",
+            reason=Reason.IDENTITY_COPIED,
+        )
+
     def _put(self, machine: MeshMachine) -> None:
         self.machines[machine.name] = machine
         self.version += 1
@@ -214,15 +223,6 @@ def checked_hint(text: Any) -> str:
             got=str(text)[:80],
         )
     return text
-
-
-def _copied(name: MachineName, successor: MachineName) -> AuthenticationError:
-    return AuthenticationError(
-        f"Somebody else has come back with the identity of {name}, as {successor}.",
-        hint="Is this disk a copy of another machine's? Then name another folder, --state DIR, and join with a token "
-        "of its own.",
-        reason=Reason.IDENTITY_COPIED,
-    )
 
 
 _WITH_TOKEN = "`mesh token create` on the head makes a token to join with."

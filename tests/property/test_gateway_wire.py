@@ -8,16 +8,21 @@ import pytest
 from hypothesis import given
 
 from agents.gateway_wire import (
+    CarryRelay,
     Counters,
     Fence,
     Host,
     Offer,
+    Probe,
     Request,
     Revoke,
+    SetApi,
     SetIdentity,
+    SetLocal,
     SetMachines,
     SetRelay,
     SetRoster,
+    SourceOf,
     from_wire,
     to_wire,
 )
@@ -41,6 +46,12 @@ REQUESTS: tuple[Request, ...] = (
     Offer(ports=frozenset({6379, 8265}), deliver_to=("127.0.0.1",)),
     SetRelay(place=RelayPlace(machine=MachineName("r"), addresses=(("10.0.0.9", 7001),))),
     SetRelay(place=None),
+    SetLocal(addresses=("198.19.0.2", "fd67:6d00:1::2")),
+    SetApi(credentials=KEYS, target=("127.0.0.1", 8470)),
+    CarryRelay(streams_max=7, streams_per_machine_max=3),
+    Probe(machine=MachineName("a"), addresses=(("10.0.0.1", 7000), ("fd00::1", 7000))),
+    Probe(machine=MachineName("a"), addresses=()),
+    SourceOf(port=40000),
     Counters(),
 )
 anything = st.recursive(

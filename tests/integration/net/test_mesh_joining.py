@@ -1,0 +1,509 @@
+"""Who gets in through a head's mesh port, by which token or secret, and in which words the others are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agents import head_line, join_mesh
+from agents.head_line import HeadUrl, head_api
+from agents.machine_identity import read_identity
+from coordinator.mesh_machines import HEAD
+from mesh.errors import AuthenticationError, ConflictError, MeshError, SpecError, TransportError
+from mesh.ids import MachineName
+from mesh.net.api_front import API_NAME
+from mesh.net.authority import new_key_pem, signing_request
+from mesh.net.gateway import Gateway
+from mesh.net.identity import MachineIdentity
+from mesh.net.refusals import Refusal
+from mesh.net.relay_client import RelayClient, RelayPlace
+from mesh.net.tls import Credentials, stranger_context
+from mesh.reasons import Reason
+from tests.mesh_head_world import TOKEN, HeadWorld, head_world
+from tests.net_world import DEPLOYMENT, eventually
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+async def head(tmp_path: Path) -> AsyncIterator[HeadWorld]:
+    state = tmp_path / "state"
+    state.mkdir()
+    async with head_world(state) as world:
+        yield world
+
+
+async def bundle(head: HeadWorld) -> bytes:
+    return head.authority.bundle_pem()
+
+
+async def joined(head: HeadWorld, folder: Path, **settings: Any) -> tuple[dict[str, Any], Any]:
+    """What a machine with a good token is told, and what its agent remembers."""
+    return await head.way(folder, await head.token(), **settings)._ask()
+
+
+# ---- tokens -------------------------------------------------------------------------------------------
+
+
+async def test_a_token_lets_one_machine_in_and_its_identity_is_kept(head: HeadWorld, tmp_path: Path) -> None:
+    answer, life = await joined(head, tmp_path / "m", name_hint="gpu")
+    assert answer["name"] == "gpu-1" == life.name
+    assert answer["number"] == 1
+    assert answer["news"]["machines"]["gpu-1"]["overlay"] == ["198.18.0.2", "fd67:6d00::2"]
+    kept = read_identity(tmp_path / "m")
+    assert kept is not None
+    assert (kept.name, kept.secret) == ("gpu-1", life.secret)
+    assert (tmp_path / "m" / "identity.json").stat().st_mode & 0o077 == 0
+    assert life.secret not in (head.state / "mesh-machines.json").read_text()
+
+
+async def test_a_token_is_good_once(head: HeadWorld, tmp_path: Path) -> None:
+    token = await head.token()
+    await head.way(tmp_path / "a", token)._ask()
+    with pytest.raises(AuthenticationError, match="used already"):
+        await head.way(tmp_path / "b", token)._ask()
+    assert read_identity(tmp_path / "b") is None
+
+
+async def test_a_token_that_expired_was_revoked_or_never_made_is_refused_in_so_many_words(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expired = await head.token(ttl_s=0.001)
+    await asyncio.sleep(0.002)
+    revoked = await head.token()
+    await head.desk.revoke_token(revoked.id)
+    unknown = replace(revoked, id="0" * 12)
+    wrong = replace(await head.token(), secret="0" * 48)
+    for token, words in (
+        (expired, "expired"),
+        (revoked, "revoked"),
+        (unknown, "not known"),
+        (wrong, "not known"),
+    ):
+        with pytest.raises(AuthenticationError, match=words):
+            await head.way(tmp_path / "m", token)._ask()
+
+
+async def test_a_head_of_another_authority_hears_no_secret(head: HeadWorld, tmp_path: Path) -> None:
+    other = replace(await head.token(), fingerprint="0" * 64)
+    with pytest.raises(AuthenticationError, match="not the head that made this token"):
+        await head.way(tmp_path / "m", other)._ask()
+    assert [record["state"] for record in head.desk.list_tokens()] == ["Open"]
+
+
+async def test_who_has_never_joined_needs_a_token(head: HeadWorld, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="token"):
+        await head.way(tmp_path / "m")._ask()
+
+
+async def test_tokens_outlive_the_head(tmp_path: Path) -> None:
+    async with head_world(tmp_path) as first:
+        token, used = await first.token(), await first.token()
+        await first.way(tmp_path / "m", used)._ask()
+    async with head_world(tmp_path) as second:
+        second.number = 7
+        answer, _ = await second.way(tmp_path / "n", token)._ask()
+        assert answer["number"] == 2
+        with pytest.raises(AuthenticationError, match="used already"):
+            await second.way(tmp_path / "o", used)._ask()
+
+
+# ---- clocks and versions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("off_s", "words"), [(HOUR_S, "60 min ahead of"), (-HOUR_S, "60 min behind")])
+async def test_a_clock_that_is_an_hour_off_is_said_to_be_so(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off_s: float, words: str
+) -> None:
+    token = await head.token()
+    now = head_line.wall_clock
+    for module in (head_line, join_mesh):
+        monkeypatch.setattr(module, "wall_clock", lambda: now() + off_s)
+    with pytest.raises(AuthenticationError, match=f"This machine's clock is {words}") as raised:
+        await head.way(tmp_path / "m", token)._ask()
+    assert raised.value.reason is Reason.CLOCK_SKEW
+    assert [record["state"] for record in head.desk.list_tokens()] == ["Open"]
+    # Of one that comes back and asks no more whom to trust the head says it.
+    monkeypatch.undo()
+    await head.way(tmp_path / "m", token)._ask()
+    monkeypatch.setattr(join_mesh, "wall_clock", lambda: now() + off_s)
+    with pytest.raises(AuthenticationError, match=f"This machine's clock is {words}"):
+        await head.way(tmp_path / "m")._ask()
+
+
+async def test_other_versions_cost_no_token(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = await head.token()
+    monkeypatch.setattr(join_mesh, "__version__", "0.0.0")
+    with pytest.raises(ConflictError, match=r"0\.0\.0"):
+        await head.way(tmp_path / "m", token)._ask()
+    monkeypatch.undo()
+    await head.way(tmp_path / "m", token)._ask()
+
+
+# ---- coming back --------------------------------------------------------------------------------------
+
+
+async def test_a_machine_comes_back_without_a_token_as_another_one(head: HeadWorld, tmp_path: Path) -> None:
+    await joined(head, tmp_path / "m")
+    answer, life = await head.way(tmp_path / "m")._ask()
+    assert answer["name"] == "machine-2"
+    assert answer["news"]["revoked"] == ["machine-1"]
+    assert list(answer["news"]["machines"]) == [HEAD, "machine-2"]
+    kept = read_identity(tmp_path / "m")
+    assert kept is not None
+    assert kept.name == life.name
+
+
+async def test_a_copied_disk_is_told_so_and_joins_by_a_token_of_its_own(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    await joined(head, tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    _, life = await head.way(tmp_path / "m")._ask()
+    await head.desk.check(life.name, life.secret)  # it speaks
+    with pytest.raises(AuthenticationError, match="copy") as raised:
+        await head.way(tmp_path / "copy")._ask()
+    assert raised.value.reason is Reason.IDENTITY_COPIED
+    answer, _ = await head.way(tmp_path / "copy", await head.token())._ask()
+    assert answer["name"] == "machine-3"
+    await head.desk.check(life.name, life.secret)  # the first one is still in
+
+
+async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_mesh, "IN_USE_LIMIT_S", 0.0)
+    answer, life = await joined(head, tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    follows = asyncio.create_task(
+        head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
+    )
+    await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+    with pytest.raises(ConflictError) as raised:
+        await head.way(tmp_path / "copy")._ask()
+    assert raised.value.reason is Reason.IDENTITY_IN_USE
+    assert not follows.done()
+    follows.cancel()
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again(head: HeadWorld, tmp_path: Path) -> None:
+    await joined(head, tmp_path / "m")
+    before = (tmp_path / "m" / "identity.json").read_text()
+    await head.way(tmp_path / "m")._ask()
+    (tmp_path / "m" / "identity.json").write_text(before)  # it died before it was written
+    answer, _ = await head.way(tmp_path / "m")._ask()
+    assert list(answer["news"]["machines"]) == [HEAD, "machine-3"]
+
+
+async def test_who_has_left_is_forgotten(head: HeadWorld, tmp_path: Path) -> None:
+    _, life = await joined(head, tmp_path / "m")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        await api.call("DELETE", f"/v1/machines/{life.name}")
+        with pytest.raises(AuthenticationError):
+            await api.call("GET", f"/v1/machines/{life.name}/mesh")
+    with pytest.raises(AuthenticationError, match="left"):
+        await head.way(tmp_path / "m")._ask()
+    assert head.desk.revoked() == [life.name]
+
+
+# ---- news ---------------------------------------------------------------------------------------------
+
+
+async def test_whoever_follows_hears_of_every_change(head: HeadWorld, tmp_path: Path) -> None:
+    answer, life = await joined(head, tmp_path / "m")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        path = f"/v1/machines/{life.name}/mesh"
+        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
+        await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+        await joined(head, tmp_path / "n")
+        news = await waiting
+        assert set(news["machines"]) == {HEAD, "machine-1", "machine-2"}
+        await head.desk.give_up(["machine-2"])
+        news = await api.call("GET", path, query={"after": news["version"]})
+        assert (set(news["machines"]), news["revoked"]) == ({HEAD, "machine-1"}, ["machine-2"])
+        again = await api.call("GET", path, query={"after": "of-another-head"})
+        assert again == news
+
+
+async def test_a_machine_that_was_given_up_hears_it_while_it_waits(head: HeadWorld, tmp_path: Path) -> None:
+    answer, life = await joined(head, tmp_path / "m")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        path = f"/v1/machines/{life.name}/mesh"
+        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
+        await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+        await head.desk.give_up([life.name])
+        with pytest.raises(AuthenticationError, match="given up"):
+            await waiting
+
+
+async def test_a_follower_that_is_gone_is_soon_not_taken_for_one(head: HeadWorld, tmp_path: Path) -> None:
+    answer, life = await joined(head, tmp_path / "m")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        path = f"/v1/machines/{life.name}/mesh"
+        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
+        await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+        waiting.cancel()
+    await eventually(lambda: not head.desk._following[life.name], "its wait to end")
+
+
+async def test_nobody_but_the_machine_hears_its_news(head: HeadWorld, tmp_path: Path) -> None:
+    _, life = await joined(head, tmp_path / "m")
+    for secret in ("", TOKEN, "0" * 48):
+        async with head_api(head.url, bundle_pem=await bundle(head), secret=secret) as api:
+            for method, path in (
+                ("GET", "mesh"),
+                ("POST", "reach"),
+                ("POST", "certificate"),
+                ("POST", "leave"),
+                ("GET", "own"),
+            ):
+                body = {"addresses": [], "port": None, "request": "x"} if method == "POST" else None
+                with pytest.raises(AuthenticationError):
+                    await api.call(method, f"/v1/machines/{life.name}/{path}", body=body)
+            with pytest.raises(AuthenticationError):
+                await api.call("DELETE", f"/v1/machines/{life.name}")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        with pytest.raises(AuthenticationError):
+            await api.call("GET", "/v1/runs")
+        with pytest.raises(AuthenticationError):
+            await api.call("POST", "/v1/tokens")
+
+
+# ---- being dialled ------------------------------------------------------------------------------------
+
+
+async def gateway_of(head: HeadWorld, answer: dict[str, Any], life: Any) -> Gateway:
+    gateway = Gateway(deployment=DEPLOYMENT, machine=life.name)
+    gateway.set_identity(
+        Credentials(certificate_pem=life.certificate_pem, key_pem=life.key_pem, bundle_pem=life.bundle_pem)
+    )
+    gateway.start(listen_on=(("127.0.0.1", 0),), capture_port=None)
+    return gateway
+
+
+async def test_the_head_finds_out_where_a_machine_can_be_dialled(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.net.probe.PROBE_LIMIT_S", 1.0)
+    answer, life = await joined(head, tmp_path / "m")
+    gateway = await gateway_of(head, answer, life)
+    port = gateway.addresses[0][1]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = silent.getsockname()[1]
+        async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+            path = f"/v1/machines/{life.name}/reach"
+            # The address that it does not say is that which its connection comes from.
+            body = {"addresses": [["127.0.0.1", dead], ["127.0.0.1", 1]], "port": port}
+            assert (await api.call("POST", path, body=body))["addresses"] == [["127.0.0.1", port]]
+            assert head.desk.places()[life.name].gateway == (("127.0.0.1", port),)
+            body = {"addresses": [["127.0.0.1", dead]], "port": None}
+            assert (await api.call("POST", path, body=body))["addresses"] == []
+            for wrong in ({"addresses": "x"}, {"addresses": [["name", 1]]}, {"addresses": [], "port": 70000}):
+                with pytest.raises(SpecError):
+                    await api.call("POST", path, body=wrong)
+    await gateway.stop()
+
+
+async def test_another_machine_at_that_address_is_not_taken_for_it(head: HeadWorld, tmp_path: Path) -> None:
+    _, life = await joined(head, tmp_path / "m")
+    answer, other = await joined(head, tmp_path / "n")
+    gateway = await gateway_of(head, answer, other)
+    found = await head.desk.reach(life.name, life.secret, addresses=gateway.addresses, port=None, seen_from=0)
+    assert found == []
+    await gateway.stop()
+
+
+async def test_the_head_s_port_is_a_relay_too(head: HeadWorld, tmp_path: Path) -> None:
+    _, life = await joined(head, tmp_path / "m")
+    gateway = Gateway(deployment=DEPLOYMENT, machine=life.name)
+    gateway.set_identity(
+        Credentials(certificate_pem=life.certificate_pem, key_pem=life.key_pem, bundle_pem=life.bundle_pem)
+    )
+    place = RelayPlace(machine=HEAD, addresses=(("127.0.0.1", head.port),))
+    await gateway.set_relay(place)
+    await eventually(lambda: bool(gateway.counters()["relay_line_is_open"]), "the line")
+    client = RelayClient(deployment=DEPLOYMENT, place=place, check=lambda peer: None)
+    leg = await client.dial(life.name, head.gateway._machine_context())
+    leg.socket.close()
+    await gateway.stop()
+
+
+# ---- strangers ----------------------------------------------------------------------------------------
+
+
+def handshake(port: int, change: Callable[[ssl.SSLContext], None], *, name: str | None) -> str:
+    """What a client of its own sort gets; blocking."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    change(context)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        try:
+            with context.wrap_socket(sock, server_hostname=name) as tls:
+                tls.sendall(b"GET /v1/version HTTP/1.0\r\n\r\n")
+                return tls.recv(100).decode()
+        except (ssl.SSLError, ConnectionError) as error:
+            return type(error).__name__
+
+
+async def test_tls_1_2_is_refused_with_and_without_the_api_s_name(head: HeadWorld) -> None:
+    def old(context: ssl.SSLContext) -> None:
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    for name in (API_NAME, None):
+        said = await asyncio.to_thread(handshake, head.port, old, name=name)
+        assert "HTTP" not in said
+    await eventually(lambda: head.gateway.gate.counts[Refusal.TLS_VERSION] == 2, "both to be counted")
+
+
+async def test_without_the_api_s_name_a_certificate_is_asked_for(head: HeadWorld) -> None:
+    def plain(context: ssl.SSLContext) -> None:
+        pass
+
+    assert "401" in await asyncio.to_thread(handshake, head.port, plain, name=API_NAME)
+    for name in (None, "example.org"):
+        assert "HTTP" not in await asyncio.to_thread(handshake, head.port, plain, name=name)
+    await eventually(lambda: head.gateway.gate.counts[Refusal.NO_CERTIFICATE] == 2, "both to be counted")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x00\x05hello",
+        b"\x16\x03\x01\x40\x01" + b"\0" * 100,
+        b"\0" * 64,
+    ],
+    ids=["http", "no hello", "too long", "zeros"],
+)
+async def test_garbage_on_the_port_is_counted_and_harms_nobody(
+    head: HeadWorld, tmp_path: Path, garbage: bytes
+) -> None:
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", head.port)
+        writer.write(garbage)
+        writer.write_eof()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(1000), 10)
+        writer.close()
+    await eventually(lambda: head.gateway.gate.counts.total() == 3, "three to be counted")
+    await joined(head, tmp_path / "m")
+
+
+async def test_a_stranger_that_says_half_a_hello_is_let_go(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.net.api_front.HANDSHAKE_LIMIT_S", 0.2)
+    monkeypatch.setattr("mesh.net.greeting.HANDSHAKE_LIMIT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", head.port)
+    writer.write(b"\x16\x03\x01\x02\x00")
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(reader.readexactly(1), 10)
+    writer.close()
+    assert head.gateway.gate.counts[Refusal.HANDSHAKE_TIMEOUT] == 1
+
+
+async def test_one_source_has_a_share_of_the_api(
+    head: HeadWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mesh.net.api_front.STREAMS_PER_SOURCE_MAX", 2)
+    streams = []
+    for _ in range(2):
+        streams.append(
+            await asyncio.open_connection(
+                "127.0.0.1", head.port, ssl=stranger_context(), server_hostname=API_NAME
+            )
+        )
+    await eventually(lambda: head.gateway.counters()["streams"] == 2, "both to be joined")
+    reader, _ = await asyncio.open_connection(
+        "127.0.0.1", head.port, ssl=stranger_context(), server_hostname=API_NAME
+    )
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await reader.readexactly(1)
+    assert head.gateway.gate.counts[Refusal.STREAM_LIMIT] == 1
+    for _, writer in streams:
+        writer.close()
+    await eventually(lambda: head.gateway.counters()["streams"] == 0, "both to end")
+    await joined(head, tmp_path / "m")
+
+
+async def test_a_machine_s_certificate_is_not_the_api_s(head: HeadWorld, tmp_path: Path) -> None:
+    """A machine that stands between others and the head cannot be the head's API for them."""
+    _, life = await joined(head, tmp_path / "m")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    pem = tmp_path / "pem"
+    pem.write_bytes(life.certificate_pem + life.key_pem)
+    context.load_cert_chain(pem)
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(never, "127.0.0.1", 0, ssl=context)
+    between = HeadUrl.parse(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with head_api(between, bundle_pem=await bundle(head), secret=life.secret) as api:
+        with pytest.raises(TransportError, match="certificate"):
+            await api.call("GET", "/v1/version", repeat_s=0.0)
+    server.close()
+
+
+async def test_a_request_that_is_none_lets_nobody_in_and_is_no_fault_of_ours(head: HeadWorld) -> None:
+    key = new_key_pem()
+    good = {
+        "request": signing_request(key).decode(),
+        "clock": head_line.wall_clock(),
+        "version": join_mesh.__version__,
+    }
+    async with head_api(head.url, bundle_pem=await bundle(head)) as api:
+        for wrong in (
+            {"token": "x"},
+            {"token": str(await head.token()), "clock": None},
+            {"token": str(await head.token()), "request": "x"},
+            {"token": str(await head.token()), "nameHint": "Ä"},
+            {"again": "x"},
+            {"again": {"name": "head", "secret": "x"}},
+            {"token": None},
+            {},
+        ):
+            with pytest.raises(MeshError) as raised:
+                await api.call("POST", "/v1/mesh/join", body={**good, **wrong})
+            assert raised.value.reason is not Reason.INTERNAL
+    assert list(head.desk.places()) == [HEAD]
+
+
+async def test_a_renewed_certificate_is_of_the_same_machine(head: HeadWorld, tmp_path: Path) -> None:
+    from mesh.net.authority import read_certificate
+
+    _, life = await joined(head, tmp_path / "m")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        answer = await api.call(
+            "POST",
+            f"/v1/machines/{life.name}/certificate",
+            body={"request": signing_request(new_key_pem()).decode()},
+        )
+    shown = read_certificate(answer["certificate"].encode())
+    assert shown.identity == MachineIdentity(deployment=DEPLOYMENT, machine=MachineName(life.name))
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "https://h", "ray://h:1", "https://:1", ""])
+def test_what_is_no_mesh_port_is_refused_before_it_is_asked(url: str) -> None:
+    with pytest.raises(SpecError):
+        HeadUrl.parse(url)
+
+
+async def test_a_head_that_is_not_there_is_said_to_be_so(head: HeadWorld, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(TransportError, match="cannot be reached"):
+        await head.way(
+            tmp_path / "m", await head.token(), head=HeadUrl.parse(f"https://127.0.0.1:{port}")
+        )._ask()

@@ -1,0 +1,165 @@
+"""The book of the mesh's machines: names, numbers, secrets, who comes back, and who only says so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from coordinator import mesh_machines
+from coordinator.mesh_machines import MeshMachines, checked_hint
+from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.ids import MachineName
+from mesh.net.authority import MACHINE_TTL_S
+from mesh.reasons import Reason
+
+NOW = 1_800_000_000.0
+A, B, C, D = (MachineName(f"machine-{i}") for i in range(1, 5))
+
+
+def book(*names: MachineName) -> MeshMachines:
+    """These have joined, each with its name as secret."""
+    made = MeshMachines()
+    for name in names:
+        made.enter(name, name, now=NOW)
+    return made
+
+
+def test_numbers_are_of_those_that_are_there_and_come_back_last() -> None:
+    made = book(A, B)
+    assert [m.number for m in made.machines.values()] == [1, 2]
+    made.leave(A, now=NOW)
+    assert made.enter(C, "c", now=NOW).number == 3
+    made.last_number = mesh_machines.NUMBER_MAX
+    assert made.enter(D, "d", now=NOW).number == 1  # A's, which is gone; B's is not
+
+
+def test_a_name_is_given_once() -> None:
+    made = book(A)
+    made.leave(A, now=NOW)
+    with pytest.raises(ConflictError):
+        made.enter(A, "again", now=NOW)
+
+
+def test_only_who_has_the_secret_is_the_machine() -> None:
+    made = book(A)
+    assert made.check(A, A).name == A
+    for name, secret in ((A, "wrong"), (A, ""), (B, B), (MachineName(""), "")):
+        with pytest.raises(AuthenticationError):
+            made.check(name, secret)
+    assert A not in json.dumps(made.to_json()["machines"][0]["secret_hash"])
+
+
+def test_a_machine_that_comes_back_is_another_and_the_old_one_is_revoked() -> None:
+    made = book(A)
+    assert made.may_come_back(A, A, is_followed=False).name == A
+    made.enter(B, "b", now=NOW)
+    made.succeed(A, B, now=NOW)
+    assert list(made.present()) == [B]
+    assert made.revoked() == [A]
+
+
+def test_an_old_secret_is_good_again_as_long_as_nobody_has_used_the_next_one() -> None:
+    """The answer was lost on its way, or the machine died before it wrote it down."""
+    made = book(A, B)
+    made.succeed(A, B, now=NOW)
+    assert made.may_come_back(A, A, is_followed=False).name == A
+    made.enter(C, "c", now=NOW)
+    made.succeed(A, C, now=NOW)
+    assert list(made.present()) == [C]
+    assert made.revoked() == [A, B]
+
+
+def test_two_copies_of_one_disk_do_not_both_come_back() -> None:
+    made = book(A, B)
+    made.succeed(A, B, now=NOW)
+    made.check(B, B)  # the first copy speaks
+    with pytest.raises(AuthenticationError, match="machine-2") as copied:
+        made.may_come_back(A, A, is_followed=False)
+    assert copied.value.reason is Reason.IDENTITY_COPIED
+    with pytest.raises(AuthenticationError, match="machine-2"):
+        made.check(A, A)
+
+
+def test_a_copy_does_not_take_the_place_of_a_machine_that_is_there() -> None:
+    made = book(A)
+    with pytest.raises(ConflictError) as refused:
+        made.may_come_back(A, A, is_followed=True)
+    assert refused.value.reason is Reason.IDENTITY_IN_USE
+    made.leave(A, now=NOW)  # given up while its poll is still open
+    assert made.may_come_back(A, A, is_followed=True).name == A
+
+
+def test_who_has_left_needs_a_token() -> None:
+    made = book(A)
+    made.leave(A, now=NOW, for_good=True)
+    with pytest.raises(AuthenticationError, match="left"):
+        made.may_come_back(A, A, is_followed=False)
+    with pytest.raises(AuthenticationError):
+        made.check(A, A)
+
+
+def test_every_change_that_others_see_raises_the_version() -> None:
+    made = book(A)
+    version = made.version
+    made.place(A, (("10.0.0.1", 8471),))
+    assert made.version == version + 1
+    made.place(A, (("10.0.0.1", 8471),))
+    made.check(A, A)
+    assert made.version == version + 1
+    assert made.leave(A, now=NOW)
+    assert not made.leave(A, now=NOW)
+    assert made.version == version + 2
+    made.place(A, (("10.0.0.2", 8471),))
+    assert made.machines[A].gateway == ()
+
+
+def test_the_book_comes_back_from_disk_as_it_was() -> None:
+    made = book(A, B)
+    made.place(B, (("10.0.0.1", 8471), ("fd00::1", 8471)))
+    made.leave(A, now=NOW)
+    again = MeshMachines.from_json(json.loads(json.dumps(made.to_json())))
+    assert again == made
+
+
+@pytest.mark.parametrize("words", [{}, {"machines": [{}], "last_number": 0, "version": 0}, {"machines": 3}])
+def test_what_is_no_book_is_not_taken_for_one(words: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        MeshMachines.from_json(words)
+
+
+def test_it_is_bounded_and_forgets_whom_nobody_could_believe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_machines, "MACHINES_MAX", 2)
+    made = book(A, B)
+    with pytest.raises(ConflictError, match="takes no more"):
+        made.enter(C, "c", now=NOW)
+    made.leave(A, now=NOW)
+    made.enter(C, "c", now=NOW + MACHINE_TTL_S)
+    assert A in made.machines  # its certificate could be valid by a clock that is behind
+    made.leave(B, now=NOW + MACHINE_TTL_S)
+    made.enter(D, "d", now=NOW + MACHINE_TTL_S + 1000)
+    assert A not in made.machines
+    monkeypatch.setattr(mesh_machines, "GONE_MAX", 0)
+    made.leave(C, now=NOW + MACHINE_TTL_S + 1000)
+    made.enter(A, "a", now=NOW + MACHINE_TTL_S + 1000)
+    assert set(made.machines) == {D, A}
+
+
+def test_a_successor_that_was_forgotten_is_no_fault() -> None:
+    made = book(A, B)
+    made.succeed(A, B, now=NOW)
+    del made.machines[B]
+    assert made.may_come_back(A, A, is_followed=False).name == A
+    with pytest.raises(AuthenticationError):
+        made.check(A, A)
+
+
+@pytest.mark.parametrize("hint", ["Ä", "UPPER", "-x", "x-", "a" * 41, "a b", 7, ["x"]])
+def test_what_a_name_cannot_begin_with(hint: Any) -> None:
+    with pytest.raises(SpecError):
+        checked_hint(hint)
+
+
+def test_a_hint_is_what_the_name_begins_with() -> None:
+    assert [checked_hint(h) for h in (None, "", "gpu-box", "a")] == ["machine", "machine", "gpu-box", "a"]
