@@ -24,7 +24,6 @@ from agents.gpus import Gpus, find_gpus, of_names, short_name
         ("NVIDIA RTX A6000", "RTXA6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX6000ADA"),
         ("", "GPU"),
-        ("NVIDIA ", "GPU"),
         ("Ä", "GPU"),
     ],
 )
