@@ -52,9 +52,9 @@ from mesh.ids import MachineName
 from mesh.net import redirect
 from mesh.net.api_front import ApiFront
 from mesh.net.gateway import Gateway
+from mesh.net.relay_book import RelayLimits
 from mesh.net.shim import library as shim
 from mesh.net.shim.table import ShimTable
-from mesh.net.relay_book import RelayLimits
 from mesh.net.sockets import has_ipv6
 from mesh.reasons import Reason
 from mesh.wire import FrameParser, encode_frame

@@ -184,8 +184,8 @@ class MeshMachines:
             return
         raise AuthenticationError(
             f"Somebody else has come back with the identity of {machine.name}, as {successor.name}.",
-            hint="Is this disk a copy of another machine's? Then name another folder, --state DIR, and join with a token "
-            "of its own.",
+            hint="Is this disk a copy of another machine's? Then name another folder, --state DIR, and join with a "
+            "token of its own.",
             reason=Reason.IDENTITY_COPIED,
         )
 
