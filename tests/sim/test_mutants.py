@@ -23,7 +23,7 @@ from coordinator.core.checkpoints import Checkpoints, CleanCheckpointStore, Comm
 from coordinator.core.events import LeaseLapsed
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind, Restarts, Settlement
-from coordinator.core.store_trust import EpochKey, StoreTrust
+from coordinator.core.store_trust import EpochKey, StoreTrust, Telling
 from mesh.checkpoint_format import RestoreReference
 from mesh.ids import Epoch, Incarnation, Rank, RunUid
 from mesh.states import FailurePolicy, RunState
@@ -234,6 +234,16 @@ class TrustsEveryStore(StoreTrust):
         return True
 
 
+class ForgetsLapses(StoreTrust):
+    """A store that was restarted is not told whose lease is over."""
+
+    def telling(self, key: EpochKey, gang: Gang | None, *, is_first: bool) -> Telling:
+        telling = super().telling(key, gang, is_first=is_first)
+        members = [] if gang is None else gang.members.values()
+        present = {(member.rank, member.incarnation.token) for member in members}
+        return replace(telling, revoked=tuple(one for one in telling.revoked if one not in present))
+
+
 def _heard_now(lease: StoredLease, request_id: int, now: float) -> None:
     """A renewal that lay unread, or travelled for long, is taken for a sign of life when it is received."""
     lease.alive_at = now
@@ -405,6 +415,12 @@ MUTANTS = (
             at_most=10,
             incidents_in=(RunState.ASSEMBLING,),
         ),
+    ),
+    Mutant(
+        name="lapse forgotten with the store",
+        caught_by="^1: |^2: ",  # its tree goes on, or it passes a barrier that was closed for it
+        parts=Parts(trust=ForgetsLapses),
+        faults=mostly({Incident.MACHINE_FROZEN: 3, Incident.STORE_RESTARTED: 3}, at_most=10),
     ),
     Mutant(
         name="restart budget never charged",
