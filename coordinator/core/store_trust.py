@@ -90,6 +90,8 @@ class StoreTrust:
             is_closed = key in self._closed
             over |= {_named(life) for life in present if is_closed or life.settlement in _PROOFS_BY_THE_STORE}
             over -= {_named(life) for life in (*retired, *present) if _has_ended_everything(life)}
+            alone = {life.rank: life.incarnation.token for life in present if life.instead_of is not None}
+            over = {(rank, token) for rank, token in over if alone.get(rank, token) == token}
         return Telling(
             is_first=is_first,
             revoked=tuple(sorted(over)),
@@ -153,7 +155,8 @@ _PROOFS_BY_THE_STORE = (Settlement.LEASE_LAPSED, Settlement.NEVER_STARTED, Settl
 
 
 def _has_ended_everything(life: MemberRecord) -> bool:
-    """Its own word is the proof, whatever lease it has. There may be very many of them, each begun again alone."""
+    """Its own word is the proof, whatever lease it has. Of a rank that begins again alone there may be very many such
+    lives, the oldest not even in the history: whoever follows them (`instead_of`) says that they have all ended."""
     return life.settlement is Settlement.CONFIRMED and life.phase.has_reached(MemberPhase.STARTED)
 
 

@@ -161,6 +161,16 @@ def test_who_was_seen_to_have_ended_everything_needs_no_door_that_is_shut() -> N
     assert trust.telling(KEY, of, is_first=False).revoked == ()
 
 
+def test_a_rank_that_has_begun_again_alone_a_thousand_times_is_told_of_by_its_last_life() -> None:
+    """A store takes so many revocations of one rank only, and the oldest lives are in the gang's history no more."""
+    trust, of = StoreTrust(), beginning_again()
+    for life in range(1000):
+        trust.heard(LeaseGone(incarnation=incarnation(1, f"life{life}-")))
+    trust.heard(LeaseGone(incarnation=incarnation(1, "u")))
+    trust.heard(LeaseGone(incarnation=incarnation(0)))
+    assert trust.telling(KEY, of, is_first=False).revoked == ((0, "t0"), (1, "u1"))
+
+
 def test_what_was_heard_of_an_epoch_is_kept_until_the_next() -> None:
     trust = StoreTrust()
     trust.heard(LeaseLapsed(incarnation=incarnation(1)))
