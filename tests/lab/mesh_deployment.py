@@ -51,6 +51,8 @@ class MeshLab(RealMesh):
     folder: Path
     _agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
 
+    program: tuple[str, ...] = (str(BIN / "mesh"),)
+
     @property
     def head_url(self) -> str:
         return f"https://{self.head_host.address}:{MESH_PORT}"
@@ -142,6 +144,10 @@ class MeshLab(RealMesh):
     def gateway(self, host: Host) -> psutil.Process:
         [process] = host.processes("agents.gateway")
         return process
+
+    def gateways_up(self) -> bool:
+        """Whether every host that should have a gateway has one, which has been told everything: its line is open."""
+        return all(len(host.processes("agents.gateway")) == 1 for host in (self.head_host, *self.hosts))
 
     def machine_on(self, host: Host) -> str | None:
         """The name of the living machine on this host."""
