@@ -10,7 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,9 @@ from coordinator.core.events import Placement
 from mesh.errors import PlacementError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
+from mesh.net import paths
+from mesh.net.paths import NetworkFacts, NoPath
+from mesh.states import NetworkScope, TransportPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,10 @@ class Shape:
     gpu_types: tuple[str, ...]
     avoid: tuple[MachineName, ...] = ()
     """Not these."""
+    beside: tuple[MachineName, ...] = ()
+    """What the run has already: the new ones must have a path to these as well."""
+    policy: TransportPolicy = TransportPolicy.DIRECT
+    scope: NetworkScope = NetworkScope.COLOCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,12 @@ class MachineFacts:
     is_alive: bool
     is_cordoned: bool = False
     """Nobody gets it any more: it is wanted back."""
+    network: NetworkFacts | None = None
+    """Where it stands; None: nothing is known beyond its address and its labels."""
+
+    @property
+    def standing(self) -> NetworkFacts:
+        return self.network or paths.facts_of(self.name, self.address, self.labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +168,26 @@ def matches(facts: MachineFacts, shape: Shape) -> str | None:
     return None
 
 
+def pick(
+    shape: Shape, candidates: Sequence[MachineFacts], beside: Sequence[MachineFacts] = ()
+) -> tuple[MachineFacts, ...] | None:
+    """So many of the candidates, which all fit, as have an allowed path together; the first ones where several do."""
+    by_name = {facts.name: facts for facts in candidates}
+    found = paths.best_set(
+        [facts.standing for facts in candidates],
+        nodes=shape.nodes,
+        beside=[facts.standing for facts in beside],
+        policy=shape.policy,
+        scope=shape.scope,
+    )
+    return None if found is None else tuple(by_name[standing.machine] for standing in found)
+
+
+def companions(shape: Shape, machines: Sequence[MachineFacts], held: Container[str]) -> list[MachineFacts]:
+    """Of `beside` those that are still held: one that is lost or given back binds nobody."""
+    return [m for m in machines if m.name in shape.beside and m.is_alive and m.name in held]
+
+
 def why_waiting(
     shape: Shape, machines: list[MachineFacts], used_by: Mapping[str, str], *, coming: Sequence[str] = ()
 ) -> Waiting:
@@ -164,16 +197,30 @@ def why_waiting(
         kinds = "/".join(shape.gpu_types) or "accelerators"
         wanted += f" with {shape.gpus_per_node} {kinds}"
     parts = []
-    fitting = 0
-    for facts in sorted(machines, key=lambda m: m.name):
+    ordered = sorted(machines, key=lambda m: m.name)
+    for facts in ordered:
         lack = matches(facts, shape)
-        fitting += lack is None
         owner = used_by.get(facts.name)
         parts.append(f"{facts.name} {f'in use by {owner}' if owner and facts.is_alive else lack or 'free'}")
     still_coming = sorted(set(coming) - {m.name for m in machines if m.is_alive})
     parts += [f"{name} is coming" for name in still_coming]
     there = "; ".join(parts) if parts else "the deployment has no machines"
+    beside = companions(shape, machines, used_by)
+    fitting = [m for m in ordered if matches(m, shape) is None and m not in beside]
+    free = [m for m in fitting if m.name not in used_by]
+    is_enough = len(fitting) + len(still_coming) >= shape.nodes
     return Waiting(
-        why=f"Waiting for {wanted}, all at once: {there}.",
-        is_possible=fitting + len(still_coming) >= shape.nodes,
+        why=f"Waiting for {wanted}, all at once: {there}.{_no_path_sentence(shape, free, beside)}",
+        is_possible=is_enough and (bool(still_coming) or pick(shape, fitting, beside) is not None),
     )
+
+
+def _no_path_sentence(shape: Shape, free: list[MachineFacts], beside: list[MachineFacts]) -> str:
+    """Where there are enough machines, and no path between any so many of them."""
+    if len(free) < shape.nodes or pick(shape, free, beside) is not None:
+        return ""
+    example = [facts.standing for facts in (*beside, *free[: shape.nodes])]
+    path = paths.choose_path(example, policy=shape.policy, scope=shape.scope)
+    why = path.why if isinstance(path, NoPath) else "each is fit for another path"
+    names = ", ".join(facts.machine for facts in example)
+    return f" No allowed path joins so many of those that are free; {names}: {why}."

@@ -59,8 +59,9 @@ from coordinator.core.events import (
 from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import record_of
 from coordinator.core.pace import HEAR_FIRST_S, has_stalled
-from coordinator.fleet import Fleet, MemberGoneError, Shape, Waiting
+from coordinator.fleet import Fleet, MemberGoneError, Waiting
 from coordinator.journal import Journal
+from coordinator.machine_choice import shape_of
 from mesh.errors import MeshError, StorageError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
@@ -379,12 +380,7 @@ class GangDriver:
             self._stop(key)
 
     async def _reserve(self, effect: ReserveMachines) -> None:
-        shape = Shape(
-            nodes=effect.nodes,
-            gpus_per_node=effect.gpus_per_node,
-            gpu_types=effect.gpu_types,
-            avoid=effect.avoid,
-        )
+        shape = shape_of(effect, self.core.gang)
 
         def tell(waiting: Waiting) -> None:
             self.post(

@@ -7,7 +7,9 @@ Rules of this file:
 3. Who fits may overtake who does not, for PATIENCE_S. From then on the free machines that fit the one who waits are
    kept for it, look by look, until there are enough: a big gang is not starved by small ones. One that could never be
    served keeps nothing.
-4. The machine with the fewest accelerators that will do is taken, then the one with the lowest name.
+4. Only machines that have an allowed path together, and with what the run holds, are granted together; of the sets
+   that have one, one with the best path.
+5. Then the machine with the fewest accelerators that will do is taken, then the one with the lowest name.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.fleet import MachineFacts, Shape, matches
+from coordinator.core.effects import ReserveMachines
+from coordinator.core.gang_state import Gang
+from coordinator.fleet import MachineFacts, Shape, companions, matches, pick
 from mesh.ids import MachineName, RunUid
 
 PATIENCE_S = 60.0
@@ -58,11 +62,13 @@ def choose(
         if not free:
             break
         fitting = [m for m in free if matches(m, one.shape) is None]
-        if len(fitting) >= one.shape.nodes:
-            best = sorted(fitting, key=lambda m: (m.gpu_count, natural(m.name)))[: one.shape.nodes]
+        fitting.sort(key=lambda m: (m.gpu_count, natural(m.name)))
+        beside = companions(one.shape, machines, {m for m, uid in taken.items() if uid == one.uid})
+        best = pick(one.shape, fitting, beside)
+        if best is not None:
             grants.append(Grant(asked=one, machines=tuple(sorted(best, key=lambda m: natural(m.name)))))
             kept = {m.name for m in best}
-        elif fitting and now - one.since >= PATIENCE_S and is_possible(one.shape, machines):
+        elif fitting and now - one.since >= PATIENCE_S and is_possible(one.shape, machines, beside):
             kept = {m.name for m in fitting}
         else:
             continue
@@ -70,9 +76,23 @@ def choose(
     return grants
 
 
-def is_possible(shape: Shape, machines: Sequence[MachineFacts]) -> bool:
+def shape_of(wish: ReserveMachines, gang: Gang) -> Shape:
+    """What a gang wants, beside what it has."""
+    return Shape(
+        nodes=wish.nodes,
+        gpus_per_node=wish.gpus_per_node,
+        gpu_types=wish.gpu_types,
+        avoid=wish.avoid,
+        beside=tuple(gang.seats[rank].machine for rank in sorted(gang.seats)),
+        policy=gang.plan.transport_policy,
+        scope=gang.plan.network,
+    )
+
+
+def is_possible(shape: Shape, machines: Sequence[MachineFacts], beside: Sequence[MachineFacts] = ()) -> bool:
     """Whether there would be enough if nobody else had any."""
-    return sum(matches(m, shape) is None for m in machines) >= shape.nodes
+    fitting = [m for m in machines if matches(m, shape) is None and m not in beside]
+    return pick(shape, fitting, beside) is not None
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:

@@ -40,6 +40,7 @@ from coordinator.warm_workers import SpareWorkers
 from mesh.errors import MeshTimeoutError, NotFoundError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
+from mesh.net.paths import facts_of
 
 MEMBER_CALL_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
@@ -309,14 +310,17 @@ async def _call(reference: Any, who: str) -> Any:
 
 def _facts(node: Mapping[str, Any], *, is_cordoned: bool = False) -> MachineFacts:
     labels = dict(node["Labels"])
+    name = MachineName(labels[MACHINE_LABEL])
+    address = labels.get(ADDRESS_LABEL, node["NodeManagerAddress"])
     return MachineFacts(
-        name=MachineName(labels[MACHINE_LABEL]),
-        address=labels.get(ADDRESS_LABEL, node["NodeManagerAddress"]),
+        name=name,
+        address=address,
         labels={k: v for k, v in labels.items() if not k.startswith(("ray.io/", "gangmesh."))},
         gpu_type=labels.get(GPU_TYPE_LABEL),
         gpu_count=int(node["Resources"].get("GPU", 0)) if node["Alive"] else 0,
         is_alive=bool(node["Alive"]),
         is_cordoned=is_cordoned,
+        network=facts_of(name, address, labels),
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator.fleet import MachineFacts, Shape, why_waiting
 from coordinator.machine_choice import PATIENCE_S, Asked, choose, natural
 from mesh.ids import MachineName, RunUid
+from mesh.net.paths import NetworkFacts
+from mesh.states import NetworkScope, TransportPolicy
 
 
 def machine(name: str, *, gpus: int = 0, is_alive: bool = True, is_cordoned: bool = False) -> MachineFacts:
@@ -104,3 +108,70 @@ def test_a_run_that_waits_hears_who_has_what_and_what_is_coming() -> None:
     )
     assert waiting.is_possible
     assert not why_waiting(shape, machines, {}).is_possible
+
+
+# ---- paths ------------------------------------------------------------------------------------------
+
+
+def on_mesh(
+    name: str, *, is_dialable: bool = True, is_alive: bool = True, region: str = "eu"
+) -> MachineFacts:
+    standing = NetworkFacts(
+        machine=MachineName(name),
+        address="198.19.0.1",
+        is_on_mesh=True,
+        is_dialable=is_dialable,
+        region=region,
+    )
+    return replace(machine(name, is_alive=is_alive), network=standing)
+
+
+def wanting(nodes: int, *beside: str, policy: TransportPolicy = TransportPolicy.DIRECT) -> Asked:
+    shape = Shape(
+        nodes=nodes,
+        gpus_per_node=0,
+        gpu_types=(),
+        beside=tuple(MachineName(name) for name in beside),
+        policy=policy,
+    )
+    return Asked(uid=RunUid("run"), reservation=1, shape=shape, since=0.0)
+
+
+HIDDEN = [on_mesh("m-1", is_dialable=False), on_mesh("m-2"), on_mesh("m-3")]
+
+
+def test_machines_without_an_allowed_path_are_never_granted_together() -> None:
+    assert granted([wanting(2)], HIDDEN) == {"run": ["m-2", "m-3"]}
+    assert granted([wanting(3)], HIDDEN) == {}
+    assert granted([wanting(2)], HIDDEN[:2]) == {}
+    assert granted([wanting(2, policy=TransportPolicy.AUTO)], HIDDEN[:2]) == {"run": ["m-1", "m-2"]}
+    places = [on_mesh("m-1"), on_mesh("m-2", region="us"), on_mesh("m-3")]
+    assert granted([wanting(2)], places) == {"run": ["m-1", "m-3"]}
+    assert granted(
+        [replace(wanting(3), shape=replace(wanting(3).shape, scope=NetworkScope.GLOBAL))], places
+    ) == {"run": ["m-1", "m-2", "m-3"]}
+
+
+def test_a_replacement_has_a_path_to_what_the_run_holds() -> None:
+    assert granted([wanting(1, "m-2")], HIDDEN, {"m-2": "run"}) == {"run": ["m-3"]}
+    hidden = [*HIDDEN[:2]]
+    assert granted([wanting(1, "m-2")], hidden, {"m-2": "run"}) == {}
+    lost = [hidden[0], on_mesh("m-2", is_alive=False)]
+    assert granted([wanting(1, "m-2")], lost, {"m-2": "run"}) == {"run": ["m-1"]}
+    assert granted([wanting(1, "m-2")], hidden, {"m-2": "another"}) == {"run": ["m-1"]}
+
+
+def test_a_run_that_waits_for_a_path_says_so_and_keeps_nothing_from_others() -> None:
+    shape = wanting(2).shape
+    waiting = why_waiting(shape, HIDDEN[:2], {})
+    assert not waiting.is_possible
+    assert waiting.why == (
+        "Waiting for 2 machines, all at once: m-1 free; m-2 free. No allowed path joins so many of those that are "
+        "free; m-1, m-2: they share no private network that is named; m-1 and m-2 joined without a public address; "
+        "m-1 cannot be dialled by the others; transport Direct admits no relay, Auto does."
+    )
+    busy = why_waiting(shape, HIDDEN, {"m-3": "another"})
+    assert busy.is_possible
+    assert "No allowed path" in busy.why
+    now = PATIENCE_S + 1
+    assert granted([wanting(2), asked("small", 1, since=now)], HIDDEN[:2], now=now) == {"small": ["m-1"]}
