@@ -32,6 +32,7 @@ from agents.gateway_wire import (
     CarryRelay,
     Counters,
     Fence,
+    Forget,
     Host,
     Offer,
     Probe,
@@ -140,6 +141,8 @@ class GatewayProcess:
                     self.gateway.host(request.credentials, deliver_to=request.deliver_to)
                 case Fence():
                     self.gateway.fence(request.run, request.floor)
+                case Forget():
+                    self.gateway.forget(request.run)
                 case Revoke():
                     self.gateway.revoke(request.revocations)
                 case Offer():

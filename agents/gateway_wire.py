@@ -49,6 +49,13 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """The run has no members here; its floor stays. Nothing of it here is no error."""
+
+    run: RunUid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Revoke:
     revocations: Revocations
 
@@ -113,6 +120,7 @@ Request = (
     | SetRoster
     | Host
     | Fence
+    | Forget
     | Revoke
     | Offer
     | SetRelay
@@ -144,6 +152,8 @@ def to_wire(request: Request) -> dict[str, Any]:
             return words | _credentials_out(request.credentials) | {"deliver_to": list(request.deliver_to)}
         case Fence():
             return words | {"run": request.run, "floor": request.floor}
+        case Forget():
+            return words | {"run": request.run}
         case Revoke():
             revoked = request.revocations
             return words | {
@@ -255,6 +265,7 @@ _READERS: Mapping[str, Any] = {
     "SetRoster": _roster,
     "Host": lambda words: Host(credentials=_credentials(words), deliver_to=tuple(words["deliver_to"])),
     "Fence": lambda words: Fence(run=RunUid(words["run"]), floor=Epoch(int(words["floor"]))),
+    "Forget": lambda words: Forget(run=RunUid(words["run"])),
     "Revoke": _revocations,
     "Offer": lambda words: Offer(
         ports=frozenset(int(port) for port in words["ports"]), deliver_to=tuple(words["deliver_to"])

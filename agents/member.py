@@ -25,12 +25,13 @@ from agents.core import events as ev
 from agents.core.member import Member as MemberCore
 from agents.core.member_state import LOGS_STALL_S, REPORT_ANSWER_S
 from agents.keeper_process import KeeperProcess
-from agents.launcher.base import LaunchSpec, lost_evidence
+from agents.launcher.base import lost_evidence
 from agents.launcher.launcher import LauncherHandle
+from agents.launching import launch_spec, start_failed, told_with
 from agents.logs import LogShipper
 from agents.member_checkpoints import MemberCheckpoints, preparation_failed
+from agents.network import MemberNetwork, TrustedNetwork
 from agents.preparation import Folders, Preparation, prepare
-from mesh.contract import clean_base_environment, rank_environment
 from mesh.errors import ConflictError, MeshError, TransportError
 from mesh.ids import Incarnation
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder, MemberReport, ProcessExit
@@ -65,6 +66,7 @@ class Member:
         config: the machine.
         send_report: takes a report to the coordinator; True when it was taken. May raise MeshError.
         launcher: where the command will run; used for one command.
+        network: its way to its peers; by default a network in which everybody is trusted.
         validate: check the core's invariants after every event.
     """
 
@@ -74,11 +76,13 @@ class Member:
         *,
         send_report: SendReport,
         launcher: LauncherHandle,
+        network: MemberNetwork | None = None,
         validate: bool = False,
     ) -> None:
         self._config = config
         self._send_report = send_report
         self._launcher = launcher
+        self._network = network or TrustedNetwork()
         self._core = MemberCore(
             address=config.address, wall_offset_s=time.time() - time.monotonic(), validate=validate
         )
@@ -155,6 +159,7 @@ class Member:
         if self._keeper is not None:
             await self._keeper.close()
         await self._close_launcher()
+        await self._network.close()
         await self._close_checkpoints()
         if self._preparation is not None:
             await asyncio.to_thread(self._preparation.release, keep_output=True)
@@ -283,11 +288,13 @@ class Member:
             self._checkpoints = MemberCheckpoints(
                 effect.order, machine_dir=self._config.machine_dir, send_report=self._send_report
             )
+            network = await self._network.prepare(effect.order)
             await self._checkpoints.restore()
         except MeshError as error:
             self._tell(preparation_failed(effect.incarnation, error))
             return
-        self._tell(ev.Prepared(incarnation=effect.incarnation, arrival=preparation.arrival))
+        arrival = replace(preparation.arrival, network=network)
+        self._tell(ev.Prepared(incarnation=effect.incarnation, arrival=arrival))
 
     async def _arrive(self, effect: do.ArriveAtBarrier) -> None:
         try:
@@ -311,10 +318,20 @@ class Member:
     async def _launch(self, effect: do.LaunchCommand) -> None:
         incarnation = effect.incarnation
         try:
-            spec = self._spec(effect)
-        except (ValueError, MeshError) as error:
-            reason = error.reason if isinstance(error, MeshError) else Reason.PROTOCOL
-            self._tell(ev.CommandStartFailed(incarnation=incarnation, reason=reason, message=str(error)))
+            opened = await self._network.open(
+                effect.order, effect.arrivals, on_lost=lambda why: self._lost_network(incarnation, why)
+            )
+        except MeshError as error:
+            self._tell(start_failed(incarnation, error))
+            return
+        try:
+            spec = launch_spec(
+                effect, opened, folders=self._folders(incarnation), base=self._config.base_environment
+            )
+        except ValueError as error:
+            self._tell(
+                ev.CommandStartFailed(incarnation=incarnation, reason=Reason.PROTOCOL, message=str(error))
+            )
             return
         try:
             if self._warming is not None:
@@ -325,39 +342,16 @@ class Member:
                 self._command_started |= isinstance(event, ev.CommandStarted)
                 if self._checkpoints is not None:
                     self._checkpoints.note(event)
-                self._tell(event)
+                self._tell(told_with(event, opened, self._network))
                 if isinstance(event, (ev.TreeEmpty, ev.CommandStartFailed)):
                     return
         except TransportError as error:
             await self._bury(incarnation, str(error))
 
-    def _spec(self, effect: do.LaunchCommand) -> LaunchSpec:
-        order = effect.order
-        plan = order.plan
-        folders = self._folders(effect.incarnation)
-        contract = rank_environment(
-            plan=plan,
-            incarnation=effect.incarnation,
-            addresses=[arrival.address for arrival in effect.arrivals],
-            master_port=effect.arrivals[0].master_port,
-            transport=order.transport,
-            state_dir=str(folders.state),
-            interface=machine.interface_for(self._config.address),
-            restore_uri=None if order.restore is None else order.restore.uri,
-        )
-        working_dir = plan.working_dir or str(folders.state)
-        base = clean_base_environment(self._config.base_environment)
-        base.pop("OLDPWD", None)
-        return LaunchSpec(
-            incarnation=effect.incarnation,
-            launcher=plan.launcher,
-            argv=plan.command,
-            env={**base, "PWD": working_dir, **contract},
-            working_dir=working_dir,
-            spool_dir=str(folders.spool),
-            error_file=str(folders.error_file),
-            logs=order.logs,
-        )
+    def _lost_network(self, incarnation: Incarnation, why: str) -> None:
+        """The path does not come back: without it the command waits for nothing."""
+        _log.error("Killing everything of %s: %s", incarnation, why)
+        self._spawn("kill", self._kill(incarnation))
 
     def _lost_track(self, incarnation: Incarnation, why: str) -> None:
         """For the guard: a fault of ours while the command was launched or ran."""
@@ -468,6 +462,7 @@ class Member:
 
     async def _free_resources(self) -> None:
         await self._close_launcher()
+        await self._network.close()
         await self._close_checkpoints()
         preparation, self._preparation = self._preparation, None
         if preparation is not None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -18,17 +20,23 @@ from ray.exceptions import RayError
 from agents.launcher.actor import RayLauncher
 from agents.machine_folder import machine_folder, owner_environment
 from agents.member import Member, MemberConfig
-from mesh.errors import TransportError
+from agents.network import MemberNetwork
+from mesh.errors import MeshError, TransportError
+from mesh.ids import Incarnation, MachineName
 from mesh.messages import (
     COORDINATOR_NAME,
     RAY_NAMESPACE,
     CheckpointOrder,
     FenceOrder,
     JoinOrder,
+    MemberCertificate,
     MemberReport,
 )
+from mesh.net.paths import NetworkFacts
 
 CONCURRENT_CALLS_MAX = 32
+GATEWAY_VARIABLE = "GANGMESH_GATEWAY"
+"""In the environment of everything below a machine of the mesh: where its gateway's control socket is."""
 _asking = ThreadPoolExecutor(1, thread_name_prefix="ask ray")
 """A head that has vanished holds each look at its directory up for a minute: that must take no thread from a kill."""
 
@@ -39,7 +47,8 @@ class MemberNodeActor:
     Args:
         config: `machine` (its name); `machines_dir` (folder with one folder per machine) and `environment` (the
             snapshot that was taken before Ray was started), unless the machine has its own (`agents.machine_folder`);
-            optional `address` (default: Ray's node address) and `namespace`.
+            optional `address` (default: Ray's node address), `network` (where the machine stands, as
+            `NetworkFacts.to_payload` says it) and `namespace`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -55,6 +64,7 @@ class MemberNodeActor:
             ),
             send_report=self._coordinator.report,
             launcher=launcher,
+            network=_network(config.get("network"), sign=self._coordinator.sign),
         )
         self._is_started = False
 
@@ -81,8 +91,18 @@ class MemberNodeActor:
             self._member.start()
 
 
+def _network(payload: Mapping[str, Any] | None, *, sign: Any) -> MemberNetwork | None:
+    """None on a machine that is not on the mesh: there nothing of it is imported."""
+    facts = None if payload is None else NetworkFacts.from_payload(payload)
+    if facts is None or not facts.is_on_mesh:
+        return None
+    from agents.mesh_network import MeshNetwork
+
+    return MeshNetwork(facts, gateway=Path(os.environ.get(GATEWAY_VARIABLE, "")), sign=sign)
+
+
 class CoordinatorHandle:
-    """Takes reports to the coordinator, wherever it runs now: it may have been restarted."""
+    """Asks the coordinator, wherever it runs now: it may have been restarted."""
 
     def __init__(self, *, namespace: str) -> None:
         self._namespace = namespace
@@ -90,11 +110,23 @@ class CoordinatorHandle:
 
     async def report(self, report: MemberReport) -> bool:
         """True when it was taken. Raises TransportError when the coordinator cannot be reached now."""
+        return bool(await self._ask("report", report))
+
+    async def sign(
+        self, incarnation: Incarnation, machine: MachineName, request_pem: bytes
+    ) -> MemberCertificate:
+        """The member's certificate. Raises what the coordinator raised, TransportError."""
+        ok, value = await self._ask("sign_member", incarnation, machine, request_pem)
+        if not ok:
+            raise MeshError.from_wire(value)
+        return cast(MemberCertificate, value)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         try:
             if self._handle is None:
                 look = functools.partial(ray.get_actor, COORDINATOR_NAME, namespace=self._namespace)
                 self._handle = await asyncio.get_running_loop().run_in_executor(_asking, look)
-            return bool(await self._handle.report.remote(report))
+            return await getattr(self._handle, method).remote(*arguments)
         except (RayError, ValueError) as error:
             self._handle = None
             raise TransportError(f"The coordinator cannot be reached: {error}.") from error

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from mesh.errors import InternalError, MeshError, MeshTimeoutError, TransportError
+from mesh.ids import Incarnation, MachineName
 from mesh.messages import COORDINATOR_NAME, MemberReport
 from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
 
@@ -42,6 +43,12 @@ class CoordinatorActor:
     async def report(self, report: MemberReport) -> bool:
         """A member's report; True when it is durable and needs not be repeated."""
         return await self._serving.report(report)
+
+    async def sign_member(
+        self, incarnation: Incarnation, machine: MachineName, request_pem: bytes
+    ) -> tuple[bool, Any]:
+        """A member's certificate. See `coordinator.member_certificates`."""
+        return await self._serving.sign_member(incarnation, machine, request_pem)
 
     async def serve(self, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
         """One call of the CoordinatorService."""

@@ -435,6 +435,11 @@ class Coordinator:
         if driver is not None:
             driver.post(event)
 
+    def gang(self, uid: RunUid) -> Gang | None:
+        """The run's gang; None when there is no such run."""
+        driver = self._drivers.get(uid)
+        return None if driver is None else driver.core.gang
+
     def live_gangs(self) -> list[Gang]:
         """Gangs whose epoch is under way: what a store that was restarted has to be told."""
         return [

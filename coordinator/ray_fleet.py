@@ -189,7 +189,7 @@ class RayFleet:
         node = await self._node(order.machine)
         if node is None:
             raise MemberGoneError(f"{order.machine} is lost.")
-        handle = await ask_ray(self._create_member, order, group, _facts(node).address)
+        handle = await ask_ray(self._create_member, order, group, _facts(node))
         self._handles[incarnation] = handle
         self._spares.used(node["NodeID"], str(incarnation))
         await self._while_there(order.machine, _call(handle.join.remote(order), f"rank {incarnation.rank}"))
@@ -216,11 +216,12 @@ class RayFleet:
         finally:
             answer.cancel()
 
-    def _create_member(self, order: JoinOrder, group: PlacementGroup, address: str) -> Any:
+    def _create_member(self, order: JoinOrder, group: PlacementGroup, facts: MachineFacts) -> Any:
         config = {
             **self._member_config,
             "machine": str(order.machine),
-            "address": address,
+            "address": facts.address,
+            "network": facts.standing.to_payload(),
             "namespace": self._namespace,
         }
         return MemberNode.options(

@@ -16,10 +16,12 @@ from coordinator.checkpoint_store import CheckpointStore
 from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
 from coordinator.journal import SqlJournal
+from coordinator.member_certificates import MemberCertificates
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
 from coordinator.warm_workers import warm
 from mesh.errors import InternalError, MeshError, StorageError
+from mesh.ids import Incarnation, MachineName
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
 from mesh.states import Transport
@@ -76,6 +78,7 @@ class ServingCoordinator:
             deployment=config["deployment"],
             checkpoints=None if checkpoints is None else CheckpointStore(checkpoints),
         )
+        self._certificates = MemberCertificates(None, gang_of=self._coordinator.gang)
         self._started = asyncio.ensure_future(self._start())
 
     async def _start(self) -> None:
@@ -123,6 +126,17 @@ class ServingCoordinator:
         """A member's report; True when it is durable and needs not be repeated."""
         await asyncio.shield(self._started)
         return await self._coordinator.report(report)
+
+    async def sign_member(
+        self, incarnation: Incarnation, machine: MachineName, request_pem: bytes
+    ) -> tuple[bool, Any]:
+        """A member's certificate, or the error as data."""
+        await asyncio.shield(self._started)
+        try:
+            # A key's operation takes a fraction of a millisecond: not worth a thread.
+            return True, self._certificates.issue(incarnation, machine, request_pem)
+        except MeshError as error:
+            return False, error.to_wire()
 
     async def serve(self, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
         """One call of the CoordinatorService."""

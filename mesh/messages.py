@@ -128,6 +128,27 @@ class CauseEvidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberCertificate:
+    """What a member shows to its peers' gateways, and whom it believes. The key never left its machine."""
+
+    certificate_pem: bytes
+    bundle_pem: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathTaken:
+    """How a member and its peers reach each other in this epoch, and what keeps ghosts and strangers away there."""
+
+    transport: Transport
+    address: str
+    """At which its peers reach this member."""
+    layer: str = ""
+    """What the network's layer of the fence is, in words; empty where there is none."""
+    lacks: str = ""
+    """Why there is none, or what it does not cover, where there should be one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberReport:
     """Base of everything that a member reports."""
 
@@ -165,6 +186,7 @@ class MemberStarted(MemberReport):
 
     pid: int
     master_port: int
+    path: PathTaken | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ class Reason(StrEnum):
     MACHINE_REFUSED = "MachineRefused"
     MACHINE_LOST = "MachineLost"
     MACHINE_RECLAIMED = "MachineReclaimed"
+    NETWORK_FAILED = "NetworkFailed"
     GANG_ASSEMBLY_TIMEOUT = "GangAssemblyTimeout"
     PREPARATION_FAILED = "PreparationFailed"
     SHIM_NOT_LOADED = "ShimNotLoaded"

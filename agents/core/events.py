@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mesh.ids import Incarnation
-from mesh.messages import CauseEvidence, JoinOrder, ProcessExit
+from mesh.messages import CauseEvidence, JoinOrder, PathTaken, ProcessExit
+from mesh.net.paths import NetworkFacts
 from mesh.reasons import Reason
 
 
@@ -24,14 +25,22 @@ class Arrival:
     address: str
     master_port: int = 0
     """The rendezvous port that rank 0 has reserved; 0 from every other rank."""
+    network: NetworkFacts | None = None
+    """Where its machine stands; None on a machine that is not on the mesh."""
 
     def to_payload(self) -> dict[str, Any]:
         """Plain data for the store; `from_payload` is the inverse."""
-        return {"address": self.address, "master_port": self.master_port}
+        payload: dict[str, Any] = {"address": self.address, "master_port": self.master_port}
+        return payload if self.network is None else payload | {"network": self.network.to_payload()}
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> Arrival:
-        return cls(address=str(payload["address"]), master_port=int(payload.get("master_port", 0)))
+        network = payload.get("network")
+        return cls(
+            address=str(payload["address"]),
+            master_port=int(payload.get("master_port", 0)),
+            network=None if network is None else NetworkFacts.from_payload(network),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +127,8 @@ class CommandStarted(MemberEvent):
     """The user's command runs."""
 
     pid: int
+    path: PathTaken | None = None
+    """How it reaches its peers; None where nobody has said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,6 +243,7 @@ class Member:
                 at=self._wall(now),
                 pid=event.pid,
                 master_port=self.state.arrivals[0].master_port,
+                path=event.path,
             ),
             now,
         )

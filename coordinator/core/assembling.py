@@ -43,8 +43,14 @@ from coordinator.core.seats import Seats
 from mesh.ids import Epoch, Rank
 from mesh.messages import MemberArrived, MemberPreparationFailed, MemberRegistered, MemberStarted
 from mesh.reasons import Reason
-from mesh.states import RunState
+from mesh.states import RunState, Transport
 
+PATHS_IN_WORDS = {
+    Transport.PRIVATE: "their private network, as it is",
+    Transport.PUBLIC: "their public addresses, in clear text",
+    Transport.DIRECT: "gateway to gateway, encrypted",
+    Transport.RELAYED: "through a relay, encrypted, slow and for small models",
+}
 APPEAR_LIMIT_S = 120.0
 """By when a member that was ordered has to have taken its lease: a process start, whatever is prepared after it."""
 
@@ -370,11 +376,36 @@ class Assembling(Seats):
         if member is None or member.phase.has_reached(MemberPhase.STARTED):
             return
         member = self._beyond_barrier(member)
-        self._update(replace(member, phase=MemberPhase.STARTED, pid=event.pid, started_at=event.at))
+        member = replace(
+            member,
+            phase=MemberPhase.STARTED,
+            pid=event.pid,
+            started_at=event.at,
+            path=event.path,
+            address=member.address if event.path is None else event.path.address,
+        )
+        self._tell_path(member)
+        self._update(member)
         self._announce("Started", f"Rank {member.rank} runs as process {event.pid}.", rank=member.rank)
         self._run_if_all_started()
         if self.gang.state is RunState.RUNNING and not self.gang.failures:
             self.gang.message = self._progress()
+
+    def _tell_path(self, member: MemberRecord) -> None:
+        """The first of the epoch says it for all; where its machine's fence does not cover it, each for itself."""
+        path = member.path
+        if path is None or not (path.layer or path.lacks):
+            return
+        if all(other.path is None for other in self.gang.members.values()):
+            self._announce(
+                "Path", f"Members reach each other by {path.transport}: {PATHS_IN_WORDS[path.transport]}."
+            )
+        if path.lacks:
+            how = "not whole" if path.layer else "off"
+            message = (
+                f"On {member.machine} the network's layer of the fence is {how}: {path.lacks.rstrip('.')}."
+            )
+            self._announce("NetworkLayerOff", message, rank=member.rank)
 
     def _run_if_all_started(self) -> None:
         gang = self.gang

@@ -34,6 +34,7 @@ from coordinator.core.gang_state import Failure, MemberPhase, MemberRecord, Outc
 from coordinator.core.store_silence import StoreSilence
 from mesh.ids import Rank
 from mesh.messages import (
+    CauseEvidence,
     MemberExited,
     MemberFenced,
     MemberFenceFailed,
@@ -64,7 +65,11 @@ class Ending(Assembling):
             return
         member = self._beyond_barrier(member)
         message = f"Rank {member.rank} on {member.machine} could not start its command: {event.message}"
-        self._note_failure(Failure(rank=member.rank, at=event.at, reason=event.reason, message=message))
+        # A path that could not be opened is its machine's fault, or the network's.
+        evidence = CauseEvidence(by_infrastructure=event.reason is Reason.NETWORK_FAILED)
+        self._note_failure(
+            Failure(rank=member.rank, at=event.at, reason=event.reason, message=message, evidence=evidence)
+        )
 
     def _on_member_exited(self, event: MemberExited) -> None:
         member = self._current(event.incarnation)

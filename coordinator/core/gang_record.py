@@ -27,10 +27,10 @@ from coordinator.core.gang_state import (
     Want,
 )
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunUid
-from mesh.messages import CauseEvidence, ProcessExit
+from mesh.messages import CauseEvidence, PathTaken, ProcessExit
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.states import RunState
+from mesh.states import RunState, Transport
 
 
 def record_of(gang: Gang) -> dict[str, Any]:
@@ -174,6 +174,7 @@ def _member_record(member: MemberRecord) -> dict[str, Any]:
         "store_was_silent": member.store_was_silent,
         "is_expiring": member.is_expiring,
         "instead_of": member.instead_of,
+        "path": None if member.path is None else asdict(member.path),
     }
 
 
@@ -197,10 +198,15 @@ def _member_from(record: dict[str, Any]) -> MemberRecord:
         message=record["message"],
         was_silent_first=record["was_silent_first"],
         fenced_itself=record["fenced_itself"],
-        store_was_silent=record.get("store_was_silent", False),  # these three are younger than the schema
+        store_was_silent=record.get("store_was_silent", False),  # these four are younger than the schema
         is_expiring=record.get("is_expiring", False),
         instead_of=record.get("instead_of"),
+        path=_path_from(record.get("path")),
     )
+
+
+def _path_from(record: dict[str, Any] | None) -> PathTaken | None:
+    return None if record is None else PathTaken(**{**record, "transport": Transport(record["transport"])})
 
 
 def _failure_record(failure: Failure) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from coordinator.core.checkpoints import Checkpoints
 from mesh.ids import NO_EPOCH, Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunUid
-from mesh.messages import CauseEvidence, ProcessExit
+from mesh.messages import CauseEvidence, PathTaken, ProcessExit
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.states import RunState
@@ -132,6 +132,9 @@ class MemberRecord:
     instead_of: IncarnationToken | None = None
     """The life before it of the same rank in the same epoch, when that had passed the barrier: the rank started again
     alone, and this one has to be admitted."""
+
+    path: PathTaken | None = None
+    """How it reaches its peers, once its command runs."""
 
     @property
     def rank(self) -> Rank:

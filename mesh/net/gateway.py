@@ -179,6 +179,7 @@ class Gateway:
         """What happened here so far, and how much is open."""
         return {
             "addresses": [list(address) for address in self.addresses],
+            "runs": sorted(self.gate.rosters),
             "streams": len(self._streams),
             "waiting": self._reception.waiting,
             "in_the_door": self._doorkeeper.inside,
@@ -283,6 +284,11 @@ class Gateway:
     def fence(self, run: RunUid, floor: Epoch) -> None:
         """Cuts the streams of every epoch below and refuses them from now on. Raises FencedError when it was higher."""
         self.gate.raise_floor(run, floor)
+        self._apply()
+
+    def forget(self, run: RunUid) -> None:
+        """The run has no members here any more: its streams are cut, its addresses stand for nobody."""
+        self.gate.forget(run)
         self._apply()
 
     def revoke(self, revocations: Revocations) -> None:

@@ -1,0 +1,30 @@
+"""Small programs of the system that are run to their end: `nft`, `ip`. Each run has a limit. Blocking."""
+
+from __future__ import annotations
+
+import subprocess
+
+LIMIT_S = 10.0
+
+
+class ProgramFailed(Exception):
+    """A program did not do it; the message has what it said."""
+
+
+def run_program(*command: str, given: str = "") -> str:
+    """What it printed. Raises ProgramFailed."""
+    try:
+        done = subprocess.run(
+            command,
+            input=given.encode(),
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProgramFailed(f"{' '.join(command)} took over {LIMIT_S:g} s") from error
+    except OSError as error:
+        raise ProgramFailed(f"{command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ProgramFailed(f"{' '.join(command)}: {words[0][:200] if words else done.returncode}")
+    return done.stdout.decode(errors="replace")
