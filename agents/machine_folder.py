@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER_VARIABLE = "GANGMESH_MACHINE_FOLDER"
+GATEWAY_VARIABLE = "GANGMESH_GATEWAY"
+"""On a machine of the mesh: where its gateway's control socket is."""
 ENVIRONMENT_NAME = "environment.json"
 
 

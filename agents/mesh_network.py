@@ -30,6 +30,7 @@ from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunUid
 from mesh.messages import CauseEvidence, JoinOrder, MemberCertificate
 from mesh.net import firewall
 from mesh.net.authority import new_key_pem, read_certificate, signing_request
+from mesh.net.clock import SKEW_MAX_S
 from mesh.net.identity import PeerCertificate
 from mesh.net.overlay import member_overlay, number_of
 from mesh.net.paths import NetworkFacts, Path
@@ -44,6 +45,8 @@ SIGN_LIMIT_S = 60.0
 """Longer than a coordinator takes to be back after a crash."""
 SIGN_AGAIN_S = 0.5
 OPEN_LIMIT_S = 30.0
+RENEW_AGAIN_S = 0.5
+"""The least between two renewals."""
 CLOSE_LIMIT_S = 5.0
 ENCRYPTED = frozenset({Transport.DIRECT, Transport.RELAYED})
 
@@ -173,7 +176,8 @@ class MeshNetwork:
         assert self._credentials is not None and self._line is not None
         shown = read_certificate(self._credentials.certificate_pem)
         while True:
-            await asyncio.sleep((shown.not_after - shown.not_before) / 2)
+            ttl_s = shown.not_after - shown.not_before - SKEW_MAX_S  # it begins so long before it is signed
+            await asyncio.sleep(max(RENEW_AGAIN_S, ttl_s / 2))
             try:
                 shown = await self._certify(order)
                 await self._line.tell(self._host())

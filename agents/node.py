@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from agents.launcher.actor import RayLauncher
-from agents.machine_folder import machine_folder, owner_environment
+from agents.machine_folder import GATEWAY_VARIABLE, machine_folder, owner_environment
 from agents.member import Member, MemberConfig
 from agents.network import MemberNetwork
 from mesh.errors import MeshError, TransportError
@@ -35,8 +35,6 @@ from mesh.messages import (
 from mesh.net.paths import NetworkFacts
 
 CONCURRENT_CALLS_MAX = 32
-GATEWAY_VARIABLE = "GANGMESH_GATEWAY"
-"""In the environment of everything below a machine of the mesh: where its gateway's control socket is."""
 _asking = ThreadPoolExecutor(1, thread_name_prefix="ask ray")
 """A head that has vanished holds each look at its directory up for a minute: that must take no thread from a kill."""
 

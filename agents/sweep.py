@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agents import control_group, process_tree
-from agents.machine_folder import machine_folder
+from agents.machine_folder import GATEWAY_VARIABLE, machine_folder
 from agents.preparation import remove_run
 from agents.signing_in import SERVES_VARIABLE, close, signed_in
 from agents.supervisor_protocol import INCARNATION_VARIABLE
 from mesh.ids import Incarnation, RunUid
+from mesh.net import firewall
 
 _STATE_VARIABLE = "NODUS_STATE_DIR"
 
@@ -44,8 +45,11 @@ def sweep_run(uid: RunUid, *, machine_dir: Path, limit_s: float) -> list[str]:
 
 
 def sweep_here(machines_dir: str, machine: str, uid: RunUid, limit_s: float) -> list[str]:
-    """`sweep_run` as Ray runs it on the machine."""
-    return sweep_run(uid, machine_dir=machine_folder(machines_dir, machine), limit_s=limit_s)
+    """`sweep_run` as Ray runs it on the machine, and whatever the run has left in its firewall."""
+    remains = sweep_run(uid, machine_dir=machine_folder(machines_dir, machine), limit_s=limit_s)
+    if GATEWAY_VARIABLE in os.environ:
+        firewall.admit_all(uid)
+    return remains
 
 
 def remove_run_here(machines_dir: str, machine: str, uid: RunUid) -> None:

@@ -63,7 +63,7 @@ def rules(
         _set("open_tcp", "inet_service", sorted(open_tcp)),
         _set("open_udp", "inet_service", sorted(open_udp)),
     ]
-    datagrams = "ct state != new return" if has_tracking else "meta l4proto udp return"
+    datagrams = "ct state != new return" if has_tracking else "return"
     return f"""table inet {table} {{}}
 delete table inet {table}
 table inet {table} {{

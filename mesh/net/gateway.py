@@ -179,7 +179,10 @@ class Gateway:
         """What happened here so far, and how much is open."""
         return {
             "addresses": [list(address) for address in self.addresses],
-            "runs": sorted(self.gate.rosters),
+            "runs": {
+                str(run): {"epoch": int(roster.epoch), "up": sorted(self.gate.hosted[run])}
+                for run, roster in self.gate.rosters.items()
+            },
             "streams": len(self._streams),
             "waiting": self._reception.waiting,
             "in_the_door": self._doorkeeper.inside,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,33 +21,10 @@ from mesh.net.authority import Authority, new_authority
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
 from mesh.wire import encode_frame
+from tests.integration.net.processes import command, ready, running
 from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member, roster
 
 LIMIT_S = 20.0
-
-
-def command(
-    module: str, folder: Path, *, name: str, listen: str = "127.0.0.1:0", capture: str = "--no-redirect"
-) -> list[str]:
-    argv = [sys.executable, "-m", module, "--folder", str(folder), "--deployment", DEPLOYMENT]
-    argv += ["--machine", name, "--listen", listen]
-    return argv + ([capture] if module == "agents.gateway" else [])
-
-
-@contextlib.contextmanager
-def running(argv: list[str]) -> subprocess.Popen[str]:  # type: ignore[misc]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def ready(process: subprocess.Popen[str]) -> dict[str, object]:
-    assert process.stdout is not None
-    found: dict[str, object] = json.loads(process.stdout.readline())
-    return found
 
 
 @pytest.fixture
