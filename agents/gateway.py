@@ -184,7 +184,7 @@ class GatewayProcess:
             await redirect.give_address(self._deployment, address)
             self._given.add(address)
         for address in sorted(self._given - wanted):
-            await redirect.take_address(self._deployment, address)
+            await redirect.take_address(self._deployment, address, overlay=self._overlay)
             self._given.discard(address)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

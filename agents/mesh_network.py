@@ -45,6 +45,8 @@ SIGN_LIMIT_S = 60.0
 """Longer than a coordinator takes to be back after a crash."""
 SIGN_AGAIN_S = 0.5
 OPEN_LIMIT_S = 30.0
+BREAK_EXPLAINS_S = 10.0
+"""For so long a broken path explains whatever the command ends of; later only its complaints about peers."""
 RENEW_AGAIN_S = 0.5
 """The least between two renewals."""
 CLOSE_LIMIT_S = 5.0
@@ -110,7 +112,10 @@ class MeshNetwork:
     def explain(self, evidence: CauseEvidence) -> CauseEvidence:
         if self._lost_why:
             return replace(evidence, by_infrastructure=True, blames_peer=False, message=self._lost_why)
-        if self._line is not None and self._line.breaks and evidence.blames_peer:
+        broke_at = None if self._line is None else self._line.broke_at
+        if broke_at is None:
+            return evidence
+        if evidence.blames_peer or time.monotonic() - broke_at <= BREAK_EXPLAINS_S:
             message = f"the gateway of its machine ended, and its connections with it; {evidence.message}"
             return replace(evidence, by_infrastructure=True, blames_peer=False, message=message)
         return evidence

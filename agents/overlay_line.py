@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,8 +36,8 @@ class OverlayLine:
         self._one_at_a_time = asyncio.Lock()
         self._watch: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self.breaks = 0
-        """How often the gateway has ended under the member: each time its streams broke."""
+        self.broke_at: float | None = None
+        """When the gateway has ended under the member last, and its streams with it; on the monotonic clock."""
 
     async def start(self) -> None:
         """The gateway knows the member when it returns. Raises MeshError."""
@@ -74,7 +75,7 @@ class OverlayLine:
             assert self._watch is not None
             with contextlib.suppress(OSError):
                 await self._watch[0].read(1)
-            self.breaks += 1
+            self.broke_at = time.monotonic()
             _log.warning("the gateway has ended: telling the next one")
             try:
                 await self._begin_again()

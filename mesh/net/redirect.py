@@ -122,8 +122,7 @@ async def apply(
         )
     try:
         await _make_device(device_name(deployment))
-        for text in overlay:
-            await _run("ip", "route", "replace", str(ip_network(text)), "dev", device_name(deployment))
+        await _lead_to_device(deployment, overlay)
         text = rules(table_name(deployment), overlay=overlay, capture_port=capture_port, closed=closed)
         await _run("nft", "-f", "-", given=text)
     except _CommandFailed as error:
@@ -165,10 +164,24 @@ async def give_address(deployment: str, address: str) -> None:
         ) from error
 
 
-async def take_address(deployment: str, address: str) -> None:
-    """It is not any more. May be called again."""
+async def take_address(deployment: str, address: str, *, overlay: Sequence[str]) -> None:
+    """It is not any more. May be called again.
+
+    With the last IPv4 address of a device the kernel takes the routes to it away.
+    """
     with contextlib.suppress(_CommandFailed):  # it was not there
         await _run("ip", "address", "del", _host(address), "dev", device_name(deployment))
+    try:
+        await _lead_to_device(deployment, overlay)
+    except _CommandFailed as error:
+        raise DeploymentError(
+            f"Overlay addresses have no route any more: {error}", reason=Reason.FORBIDDEN
+        ) from error
+
+
+async def _lead_to_device(deployment: str, overlay: Sequence[str]) -> None:
+    for text in overlay:
+        await _run("ip", "route", "replace", str(ip_network(text)), "dev", device_name(deployment))
 
 
 _OTHERWISE = "It needs root (CAP_NET_ADMIN) and a kernel with nf_tables."

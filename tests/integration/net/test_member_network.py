@@ -190,7 +190,9 @@ async def test_from_certificate_to_fence(tmp_path: Path) -> None:
         assert not here.lost
 
 
-async def test_a_gateway_that_was_killed_and_is_back_is_told_again(tmp_path: Path) -> None:
+async def test_a_gateway_that_was_killed_and_is_back_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with stage(tmp_path) as here:
         network = await here.opened()
         assert network.explain(COMPLAINT) == COMPLAINT
@@ -205,6 +207,9 @@ async def test_a_gateway_that_was_killed_and_is_back_is_told_again(tmp_path: Pat
         assert explained.by_infrastructure and not explained.blames_peer
         assert "the gateway of its machine ended" in explained.message
         own = CauseEvidence(message="ValueError")
+        assert network.explain(own).by_infrastructure, "whatever it ended of so soon after"
+        monkeypatch.setattr(mesh_network, "BREAK_EXPLAINS_S", 0.0)
+        assert network.explain(COMPLAINT) == explained
         assert network.explain(own) == own, "its own error is its own all the same"
         assert not here.lost
 
