@@ -9,6 +9,7 @@ from coordinator import story
 from coordinator.core.gang_state import Failure, Gang, MemberRecord, Settlement
 from coordinator.fleet import MachineFacts
 from coordinator.journal import EventRow
+from coordinator.path_view import machine_network, path_conditions, path_status
 from coordinator.story import cause_resource, process_end
 from mesh.exits import describe_exit
 from mesh.ids import RunUid
@@ -58,7 +59,8 @@ def run_resource(gang: Gang, job: dict[str, Any], *, now: float) -> Run:
             "startedAt": gang.started_at,
             "endedAt": gang.ended_at,
             "ranks": [_rank_status(gang, gang.members[rank]) for rank in sorted(gang.members)],
-            "conditions": _conditions(gang, now),
+            "path": path_status(gang),
+            "conditions": path_conditions(gang) + _conditions(gang, now),
             "cause": None if cause is None else cause_resource(cause),
             "restarts": story.restart_counts(gang),
             "epochs": story.epochs(gang),
@@ -78,6 +80,7 @@ def machine_resource(facts: MachineFacts, user: str | None) -> Machine:
         "state": _machine_state(facts, user),
         "run": user,
         "waitsFor": _waits_for(facts, user),
+        "network": machine_network(facts),
     }
 
 

@@ -163,6 +163,17 @@ class RunMetadata(TypedDict):
     createdAt: float
 
 
+class PathStatus(TypedDict):
+    """How the members of the current epoch reach each other."""
+
+    transport: str
+    """private, public, direct or relayed: NODUS_GANG_TRANSPORT."""
+    layer: str
+    """The network's layer of the fence, in words; empty where there is none."""
+    lacks: list[str]
+    """Machine by machine, what it does not cover there, and why."""
+
+
 class RunStatus(TypedDict):
     """What became of it."""
 
@@ -179,6 +190,8 @@ class RunStatus(TypedDict):
     startedAt: float | None
     endedAt: float | None
     ranks: list[RankStatus]
+    path: PathStatus | None
+    """Null until a rank's command runs."""
     conditions: list[Condition]
     cause: Cause | None
     """Of the last epoch's end."""
@@ -234,6 +247,16 @@ class Attempt(TypedDict):
     cost: float | None
 
 
+class MachineNetwork(TypedDict):
+    """How a machine of the mesh can be reached."""
+
+    dialable: bool
+    """Others can dial its gateway; else they reach it by a relay."""
+    privateNetwork: str | None
+    publicAddress: str | None
+    """Its owner allows clear text there."""
+
+
 class Machine(TypedDict):
     """A host that members can run on."""
 
@@ -247,6 +270,8 @@ class Machine(TypedDict):
     run: str | None
     waitsFor: str | None
     """What one that leaves waits for, in words."""
+    network: MachineNetwork | None
+    """Null for one that is not on the mesh."""
 
 
 class Event(TypedDict):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mesh.net.paths import PROVIDER_LABEL, REGION_LABEL
 from mesh.plan import RunPlan
 from mesh.resources import DryRun, Estimate, Machine
 from mesh.spec import DeploymentFacts, Job, admit, resolve
@@ -44,7 +45,16 @@ def facts_now(facts: DeploymentFacts, machines: Iterable[Machine]) -> Deployment
         if count:
             kind = str(machine["gpus"].get("type") or UNTYPED_GPU)
             gpus[kind] = max(count, gpus.get(kind, 0))
-    return replace(facts, machines=len(present), gpus=gpus)
+    places = {(m["labels"].get(PROVIDER_LABEL), m["labels"].get(REGION_LABEL)) for m in present}
+    networks = [network for machine in present if (network := machine["network"]) is not None]
+    return replace(
+        facts,
+        machines=len(present),
+        gpus=gpus,
+        single_site=facts.single_site and len(places) <= 1,
+        relay_possible=facts.relay_possible or any(not network["dialable"] for network in networks),
+        public_possible=sum(network["publicAddress"] is not None for network in networks) > 1,
+    )
 
 
 def facts_for(job: Job) -> DeploymentFacts:

@@ -14,7 +14,7 @@ LAST_LINES_SHOWN = 20
 
 
 _PATHS_ACCEPTED = {"Direct": "all but relayed ones", "Auto": "all, relayed ones too"}
-"""What `distributed.transport` allows; the path that is taken is told to the ranks (NODUS_GANG_TRANSPORT)."""
+"""What `distributed.transport` allows."""
 
 
 def describe(
@@ -51,6 +51,7 @@ def describe_run(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = (
         *_spec(run["spec"]),
         *describe_progress(run),
         *_ranks(run),
+        *_path(run),
         *_conditions(run),
         *describe_epochs(run, events),
         *_cause(run),
@@ -132,6 +133,17 @@ def _ranks(run: Mapping[str, Any]) -> list[str]:
             ]
         )
     return ["Ranks:", *lay_out(rows, PIPE_COLUMNS, [])]
+
+
+def _path(run: Mapping[str, Any]) -> list[str]:
+    """The path that is taken, and what keeps ghosts and strangers off it."""
+    path = run["status"]["path"]
+    if path is None:
+        return []
+    lines = [_row("Path", path["transport"])]
+    if path["layer"] or path["lacks"]:
+        lines.append(_row("Net fence", path["layer"] or "off"))
+    return lines
 
 
 def _rank_state(rank: Mapping[str, Any]) -> str:

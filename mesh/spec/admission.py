@@ -11,11 +11,11 @@ A field is refused with `NotAvailableYet` exactly where ignoring it would change
 |                              | would not be enforced                                                                 |
 | recovery.onProcessFailure    | in force. RestartRank with a warning where no rank can start again alone: it then     |
 |                              | means RestartGang                                                                     |
-| distributed.network          | Colocated, Regional and Global all hold where every machine is in one place, so they  |
-|                              | are accepted there. A deployment over several places refuses what it cannot bound     |
-|                              | (Colocated, Regional). Global always shows the condition WANBound                     |
-| distributed.transport        | accepted: Auto only admits more than Direct, and the best path is taken anyway. The   |
-|                              | warning RelayedLowBandwidth stands where a relayed path is possible                   |
+| distributed.network          | in force among machines that are there (`mesh.net.paths`). Colocated and Regional are |
+|                              | refused where machines are bought in several places: nobody would buy them in one.    |
+|                              | Global always shows the condition WANBound                                            |
+| distributed.transport        | in force. The warnings RelayedLowBandwidth and PublicClearText stand where such a     |
+|                              | path is possible                                                                      |
 | startupTimeout, gracePeriod, | in force                                                                              |
 | maxAssemblyRetries, env,     |                                                                                       |
 | recovery.maxAttempts,        |                                                                                       |
@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from mesh.command_check import check_command
 from mesh.contract import PLAIN_RANK_NAMES, SUPPORTED_LAUNCHERS
 from mesh.errors import SpecError
+from mesh.net.paths import RELAYED_MEMBERS_MAX
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.spec.model import Job
@@ -56,6 +57,8 @@ class DeploymentFacts:
     single_site: bool = True
     """All machines are with one provider in one region, on one network."""
     relay_possible: bool = False
+    public_possible: bool = False
+    """At least two machines may be reached by public addresses, in clear text."""
 
     @property
     def machine_sizes(self) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ def admit(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
         for finding in findings
     ]
     warnings += _env_warnings(plan) + _recovery_warnings(plan)
-    return warnings + _path_warnings(job, facts) + _capacity_warnings(plan, facts)
+    return warnings + _path_warnings(plan, job, facts) + _capacity_warnings(plan, facts)
 
 
 def _unavailable(job: Job, facts: DeploymentFacts) -> list[Problem]:
@@ -118,11 +121,12 @@ def _unavailable(job: Job, facts: DeploymentFacts) -> list[Problem]:
         refuse(("image",), spec.image, "commands run in the machine's own environment, not in a container")
     if spec.max_cost is not None and not facts.machines_cost_nothing:
         refuse(("maxCost",), spec.max_cost, "the cost of a run is not limited on this deployment")
-    if not facts.single_site and spec.distributed.network is not NetworkScope.GLOBAL:
+    is_bounded = facts.single_site or not facts.grows_by_itself
+    if not is_bounded and spec.distributed.network is not NetworkScope.GLOBAL:
         refuse(
             ("distributed", "network"),
             spec.distributed.network,
-            "this deployment has machines in several places and cannot keep a gang in one of them; Global is available",
+            "this deployment buys machines in several places and cannot keep a gang in one; Global is available",
         )
     return found
 
@@ -159,7 +163,7 @@ def _recovery_warnings(plan: RunPlan) -> list[JobWarning]:
     ]
 
 
-def _path_warnings(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
+def _path_warnings(plan: RunPlan, job: Job, facts: DeploymentFacts) -> list[JobWarning]:
     found: list[JobWarning] = []
     if job.spec.distributed.network is NetworkScope.GLOBAL:
         found.append(
@@ -167,7 +171,18 @@ def _path_warnings(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
                 type="WANBound", message="Training between distant machines is limited by the network."
             )
         )
-    if job.spec.distributed.transport is TransportPolicy.AUTO and facts.relay_possible:
+    if facts.public_possible and plan.nodes > 1:
+        found.append(
+            JobWarning(
+                type="PublicClearText",
+                message="A public path is possible: traffic between members crosses the internet in clear text.",
+            )
+        )
+    if (
+        job.spec.distributed.transport is TransportPolicy.AUTO
+        and facts.relay_possible
+        and plan.nodes <= RELAYED_MEMBERS_MAX
+    ):
         found.append(
             JobWarning(
                 type="RelayedLowBandwidth",

@@ -164,6 +164,7 @@ class FakeService:
             "state": "Lost" if name in self._lost else state,
             "run": user,
             "waitsFor": f"run {user} to leave it" if state == "Leaving" and user else None,
+            "network": None,
         }
 
     @staticmethod

@@ -216,6 +216,7 @@ def _new_resource(job: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
             "startedAt": None,
             "endedAt": None,
             "ranks": [],
+            "path": None,
             "conditions": [],
             "cause": None,
             "restarts": {"of": plan.max_restarts, **dict.fromkeys(kinds, 0)},

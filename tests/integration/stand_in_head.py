@@ -42,6 +42,7 @@ class StandInCoordinator:
                 "state": "Ready" if node["Alive"] else "Lost",
                 "run": None,
                 "waitsFor": None,
+                "network": None,
             }
             for node in nodes
             if "gangmesh.machine" in node["Labels"]

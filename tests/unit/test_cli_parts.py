@@ -44,6 +44,7 @@ def run_that(
             "barrier": {"arrived": 0, "of": 2},
             "startedAt": 101.0,
             "endedAt": 113.0,
+            "path": None,
             "conditions": [],
             "cause": None,
             "restarts": {"total": 0},

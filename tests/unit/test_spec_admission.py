@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mesh.errors import SpecError
 from mesh.reasons import Reason
+from mesh.resources import Machine
 from mesh.spec import DeploymentFacts, Job, admit, job_from_data, job_from_flags, resolve
+from mesh.submission import facts_now
 
 LAPTOP = DeploymentFacts(machines=2, gpus={"H100": 1})
 RENTED = DeploymentFacts(
@@ -92,6 +95,37 @@ def test_a_relayed_path_is_warned_about_only_where_there_can_be_one() -> None:
     auto = job(distributed={"network": "global", "transport": "auto"})
     assert warnings(auto) == ["WANBound"]
     assert warnings(auto, RENTED) == ["WANBound", "RelayedLowBandwidth"]
+    three = job(distributed={"network": "global", "transport": "auto", "nodes": 3})
+    assert warnings(three, replace(LAPTOP, machines=3, relay_possible=True)) == ["WANBound"]
+
+
+def test_clear_text_is_warned_about_where_machines_may_be_reached_so() -> None:
+    public = replace(LAPTOP, public_possible=True)
+    assert warnings(job(distributed={"nodes": 2}), public) == ["PublicClearText"]
+    assert warnings(job(), public) == []
+
+
+def test_machines_in_several_places_bound_a_gang_where_they_are_there_already() -> None:
+    several = replace(LAPTOP, single_site=False)
+    assert warnings(job(distributed={"nodes": 2, "network": "colocated"}), several) == []
+    assert warnings(job(distributed={"nodes": 2, "network": "regional"}), several) == []
+
+
+def test_what_machines_say_of_their_networks_is_what_is_possible() -> None:
+    def machine(name: str, *, region: str, dialable: bool, public: str | None) -> Machine:
+        return {
+            "name": name, "address": "198.19.0.1", "labels": {"region": region}, "state": "Ready", "run": None,
+            "gpus": {"type": None, "count": 0}, "waitsFor": None,
+            "network": {"dialable": dialable, "privateNetwork": None, "publicAddress": public},
+        }  # fmt: skip
+
+    here = machine("m1", region="eu", dialable=True, public="203.0.113.1")
+    there = machine("m2", region="us", dialable=True, public="203.0.113.2")
+    hidden = machine("m3", region="us", dialable=False, public=None)
+    facts = facts_now(LAPTOP, [here, there])
+    assert (facts.single_site, facts.relay_possible, facts.public_possible) == (False, False, True)
+    facts = facts_now(LAPTOP, [there, hidden])
+    assert (facts.single_site, facts.relay_possible, facts.public_possible) == (True, True, False)
 
 
 @pytest.mark.parametrize(
