@@ -27,8 +27,6 @@ from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, TransportE
 from mesh.reasons import Reason
 
 CONTROL_NAME = "gateway.sock"
-GATEWAY_VARIABLE = "GANGMESH_GATEWAY"
-"""In the environment of everything below a machine of the mesh: where its gateway's control socket is."""
 START_LIMIT_S = 30.0
 START_LOOK_S = 0.02
 STOP_GRACE_S = 8.0

@@ -31,23 +31,23 @@ from agents.join import AGAIN_FIRST_S, AGAIN_MAX_S, LEAVE_LOOK_S, Terms
 from agents.machine_identity import KnownIdentity, forget_identity, read_identity, write_identity
 from agents.machine_state import MachineState
 from agents.mesh_ports import MeshPorts, free_ports
-from agents.raylet import (
-    ADDRESS_LABEL,
-    DIALABLE_LABEL,
-    GPU_TYPE_LABEL,
-    NETWORK_LABEL,
-    PRIVATE_ADDRESS_LABEL,
-    PUBLIC_ADDRESS_LABEL,
-    TRANSPORT_LABEL,
-)
+from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL
 from mesh import __version__
 from mesh.errors import AuthenticationError, ConflictError, DeploymentError, MeshError, SpecError
 from mesh.http_transport import HttpTransport
 from mesh.ids import MachineName
-from mesh.net import redirect
+from mesh.net import firewall, redirect
 from mesh.net.authority import new_key_pem, signing_request
 from mesh.net.clock import wall_clock
 from mesh.net.overlay import machine_overlay, member_overlay
+from mesh.net.paths import (
+    DIALABLE_LABEL,
+    ON_MESH,
+    PRIVATE_ADDRESS_LABEL,
+    PRIVATE_NETWORK_LABEL,
+    PUBLIC_ADDRESS_LABEL,
+    TRANSPORT_LABEL,
+)
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, Revocations
 from mesh.net.tls import Credentials
@@ -233,6 +233,7 @@ class MeshWay:
         )
         self._gateway = gateway = GatewayKeeper(plan)
         await gateway.start()
+        await asyncio.to_thread(firewall.sweep, deployment)  # of members that an earlier life left behind
         await self._tell_identity(life, gateway)
         await gateway.tell(SetLocal(addresses=member_overlay(life.number)))
         await self._tell_news(gateway, news)
@@ -267,9 +268,9 @@ class MeshWay:
         settings = self._settings
         hidden = {
             ADDRESS_LABEL: member_overlay(life.number)[0],
-            TRANSPORT_LABEL: "mesh",
+            TRANSPORT_LABEL: ON_MESH,
             DIALABLE_LABEL: "1" if is_dialable else "0",
-            NETWORK_LABEL: settings.private_network,
+            PRIVATE_NETWORK_LABEL: settings.private_network,
             PRIVATE_ADDRESS_LABEL: settings.private_address,
             PUBLIC_ADDRESS_LABEL: settings.public_address,
             GPU_TYPE_LABEL: self._gpus.type if self._gpus is not None else "",

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents.gateway_keeper import CONTROL_NAME, GATEWAY_VARIABLE
-from agents.machine_folder import FOLDER_VARIABLE, note_environment
+from agents.gateway_keeper import CONTROL_NAME
+from agents.machine_folder import FOLDER_VARIABLE, GATEWAY_VARIABLE, note_environment
 from agents.ray_environment import ray_environment, source_folder, user_environment
 from mesh.errors import DeploymentError
 from mesh.reasons import Reason

@@ -261,7 +261,7 @@ class Head:
             "db": self._settings.db or sqlite_url(self._state),
             "logs": logs,
             "checkpoints": self._settings.checkpoints,
-            "mesh": self._mesh is not None,
+            "mesh": None if self._mesh is None else str(self._state.path),
             "member": {
                 "machines_dir": str(self._state.machines),
                 "environment": dict(self._settings.user_environment),

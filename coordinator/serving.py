@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -17,6 +18,7 @@ from coordinator.coordinator import Coordinator
 from coordinator.core.effects import OrderMember
 from coordinator.journal import SqlJournal
 from coordinator.member_certificates import MemberCertificates
+from coordinator.mesh_authority import MeshAuthority
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
 from coordinator.warm_workers import warm
@@ -55,8 +57,8 @@ class ServingCoordinator:
 
     Args:
         config: `db` (URL), `namespace`, `store_admin`, `store_member`, `logs` (Endpoints), `member` (what each
-            MemberNode is constructed with), `checkpoints` (URL of their store, optional), `deployment`
-            (facts for status).
+            MemberNode is constructed with), `checkpoints` (URL of their store, optional), `mesh` (the folder
+            of the deployment's authority, optional), `deployment` (facts for status).
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -78,7 +80,10 @@ class ServingCoordinator:
             deployment=config["deployment"],
             checkpoints=None if checkpoints is None else CheckpointStore(checkpoints),
         )
-        self._certificates = MemberCertificates(None, gang_of=self._coordinator.gang)
+        mesh = config.get("mesh")
+        self._certificates = MemberCertificates(
+            None if mesh is None else MeshAuthority.open(Path(mesh)), gang_of=self._coordinator.gang
+        )
         self._started = asyncio.ensure_future(self._start())
 
     async def _start(self) -> None:
