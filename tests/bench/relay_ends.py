@@ -1,7 +1,7 @@
 """The two ends of relayed streams, without TLS inside, for tests/bench/relay_bench.py: the relay alone is measured.
 
 python -m tests.bench.relay_ends swallow FOLDER ADDRESS PORT
-python -m tests.bench.relay_ends send FOLDER ADDRESS PORT STREAMS MEGABYTES
+python -m tests.bench.relay_ends send FOLDER ADDRESS PORT STREAMS MEGABYTES      says "ready" and waits for a line first
 python -m tests.bench.relay_ends idle FOLDER ADDRESS PORT STREAMS       until its stdin ends
 """
 
@@ -81,6 +81,8 @@ def main() -> None:
         print("ready", flush=True)
         sys.stdin.read()
         return
+    print("ready", flush=True)
+    sys.stdin.readline()
     each = int(rest[1]) // streams
     threads = [threading.Thread(target=send, args=(leg, each)) for leg in found]
     began = time.perf_counter()
