@@ -42,7 +42,7 @@ from agents.gateway_wire import (
     SetIdentity,
     SetLocal,
     SetMachines,
-    SetRelay,
+    SetRelays,
     SetRoster,
     SourceOf,
     from_wire,
@@ -147,8 +147,8 @@ class GatewayProcess:
                     self.gateway.revoke(request.revocations)
                 case Offer():
                     self.gateway.offer(request.ports, deliver_to=request.deliver_to)
-                case SetRelay():
-                    await self.gateway.set_relay(request.place)
+                case SetRelays():
+                    await self.gateway.set_relays(request.places)
                 case SetLocal():
                     self._local = request.addresses
                 case SetApi():

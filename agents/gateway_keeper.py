@@ -108,10 +108,6 @@ class GatewayKeeper:
         self._told[type(request)] = request
         return await self.ask(request)
 
-    def was_told(self, request: Request) -> bool:
-        """Whether this is the latest of its kind that it was told."""
-        return self._told.get(type(request)) == request
-
     async def ask(self, request: Request) -> Any:
         """Its answer, of the next gateway if this one dies meanwhile. Raises what it raised, MeshTimeoutError."""
         try:

@@ -67,8 +67,10 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetRelay:
-    place: RelayPlace | None
+class SetRelays:
+    """All that there are; lines to those that were there before stay."""
+
+    places: tuple[RelayPlace, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ Request = (
     | Forget
     | Revoke
     | Offer
-    | SetRelay
+    | SetRelays
     | SetLocal
     | SetApi
     | CarryRelay
@@ -162,11 +164,9 @@ def to_wire(request: Request) -> dict[str, Any]:
             }
         case Offer():
             return words | {"ports": sorted(request.ports), "deliver_to": list(request.deliver_to)}
-        case SetRelay():
-            place = request.place
-            if place is None:
-                return words | {"machine": None}
-            return words | {"machine": place.machine, "addresses": _places_out(place.addresses)}
+        case SetRelays():
+            places = [[p.machine, _places_out(p.addresses), p.is_gateway] for p in request.places]
+            return words | {"relays": places}
         case SetLocal():
             return words | {"addresses": list(request.addresses)}
         case SetApi():
@@ -239,11 +239,13 @@ def _revocations(words: Mapping[str, Any]) -> Revoke:
     )
 
 
-def _relay(words: Mapping[str, Any]) -> SetRelay:
-    if words["machine"] is None:
-        return SetRelay(place=None)
-    addresses = _places(words["addresses"])
-    return SetRelay(place=RelayPlace(machine=MachineName(words["machine"]), addresses=addresses))
+def _relays(words: Mapping[str, Any]) -> SetRelays:
+    return SetRelays(
+        places=tuple(
+            RelayPlace(machine=MachineName(name), addresses=_places(addresses), is_gateway=bool(is_gateway))
+            for name, addresses, is_gateway in words["relays"]
+        )
+    )
 
 
 def _api(words: Mapping[str, Any]) -> SetApi:
@@ -270,7 +272,7 @@ _READERS: Mapping[str, Any] = {
     "Offer": lambda words: Offer(
         ports=frozenset(int(port) for port in words["ports"]), deliver_to=tuple(words["deliver_to"])
     ),
-    "SetRelay": _relay,
+    "SetRelays": _relays,
     "SetLocal": lambda words: SetLocal(addresses=tuple(str(text) for text in words["addresses"])),
     "SetApi": _api,
     "CarryRelay": lambda words: CarryRelay(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agents.gateway_keeper import GatewayKeeper, GatewayPlan
-from agents.gateway_wire import Offer, Revoke, SetIdentity, SetLocal, SetMachines, SetRelay
+from agents.gateway_wire import Offer, Revoke, SetIdentity, SetLocal, SetMachines, SetRelays
 from agents.gpus import Gpus, find_gpus
 from agents.head_line import HeadUrl, ask_trust, head_api, in_words
 from agents.join import AGAIN_FIRST_S, AGAIN_MAX_S, LEAVE_LOOK_S, Terms
@@ -366,9 +366,7 @@ class MeshWay:
         await gateway.tell(SetMachines(machines=places))
         revoked = frozenset(MachineName(str(name)) for name in news["revoked"])
         await gateway.tell(Revoke(revocations=Revocations(machines=revoked)))
-        relay = SetRelay(place=RelayPlace(machine=HEAD, addresses=at))
-        if not gateway.was_told(relay):  # telling it again would break the line
-            await gateway.tell(relay)
+        await gateway.tell(SetRelays(places=(RelayPlace(machine=HEAD, addresses=at, is_gateway=True),)))
 
     def _api(self, life: _Life) -> contextlib.AbstractAsyncContextManager[HttpTransport]:
         return head_api(self._settings.head, bundle_pem=life.bundle_pem, secret=life.secret)

@@ -24,6 +24,7 @@ from agents.gateway import address_and_port, raise_descriptor_limit, take_folder
 from agents.relay_usage import USAGE_EVERY_S, write_usage
 from mesh.errors import AuthenticationError, MeshError
 from mesh.ids import MachineName
+from mesh.net.identity import RelayIdentity
 from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.tls import Credentials
@@ -51,8 +52,7 @@ async def serve(options: argparse.Namespace) -> None:
     listen_on = tuple(address_and_port(text) for text in options.listen)
     lock = take_folder(options.folder)
     relay = Relay(
-        deployment=options.deployment,
-        machine=MachineName(options.machine),
+        identity=RelayIdentity(deployment=options.deployment, machine=MachineName(options.machine)),
         limits=RelayLimits(streams_per_machine_max=options.streams_per_machine),
     )
     relay.set_identity(read_credentials(options.folder))

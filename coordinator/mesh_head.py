@@ -28,7 +28,7 @@ from agents.gateway_wire import (
     SetApi,
     SetIdentity,
     SetMachines,
-    SetRelay,
+    SetRelays,
     SourceOf,
 )
 from agents.mesh_ports import MeshPorts
@@ -126,7 +126,8 @@ class MeshHead:
         self._spawn(self._keep_certificates(), "certificates")
         host, port = addresses[0]
         itself = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
-        await self._gateway.tell(SetRelay(place=RelayPlace(machine=HEAD, addresses=((itself, port),))))
+        own = RelayPlace(machine=HEAD, addresses=((itself, port),), is_gateway=True)
+        await self._gateway.tell(SetRelays(places=(own,)))
         return port
 
     async def stop(self) -> None:

@@ -17,7 +17,7 @@ from typing import cast
 from mesh.ids import Epoch, MachineName, Rank, RunUid
 from mesh.net.authority import Authority, new_authority, new_key_pem, signing_request
 from mesh.net.gateway import Gateway, Limits
-from mesh.net.identity import Identity, MachineIdentity, MemberIdentity
+from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, RelayIdentity
 from mesh.net.roster import MachinePlace, MemberPlace, Roster
 from mesh.net.tls import Credentials
 
@@ -40,6 +40,10 @@ def member(
         epoch=Epoch(epoch),
         rank=Rank(rank),
     )
+
+
+def relay_identity(name: str) -> RelayIdentity:
+    return RelayIdentity(deployment=DEPLOYMENT, machine=MachineName(name))
 
 
 def credentials(

@@ -24,7 +24,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from mesh.errors import AuthenticationError, ConflictError
 from mesh.net.clock import SKEW_MAX_S
-from mesh.net.identity import Identity, MachineIdentity, PeerCertificate, checked, parse_identity
+from mesh.net.identity import (
+    Identity,
+    MemberIdentity,
+    PeerCertificate,
+    RelayIdentity,
+    checked,
+    parse_identity,
+)
 
 AUTHORITY_TTL_S = 3650 * 86400.0
 MACHINE_TTL_S = 30 * 86400.0
@@ -94,11 +101,13 @@ class Authority:
         """
         if identity.deployment != self.deployment:
             raise ValueError(f"this authority is of {self.deployment}, the name of {identity.deployment}")
-        is_machine = isinstance(identity, MachineIdentity)
+        is_machine = not isinstance(identity, MemberIdentity)
         issuer = self._certificate()
         ends = now + (ttl_s if ttl_s is not None else MACHINE_TTL_S if is_machine else MEMBER_TTL_S)
         ends = min(ends, issuer.not_valid_after_utc.timestamp())  # rule 3
-        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        usages = []
+        if not isinstance(identity, RelayIdentity):  # a relay only answers: it reaches nothing of anybody's
+            usages.append(ExtendedKeyUsageOID.CLIENT_AUTH)
         if is_machine:  # a member only dials: its certificate cannot answer for a machine
             usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         uri = x509.UniformResourceIdentifier(checked(identity).uri)

@@ -13,7 +13,7 @@ from mesh.ids import MachineName, Rank, RunUid
 from mesh.net.clock import wall_clock
 from mesh.net.dialling import Dialler, DialRefused
 from mesh.net.gate import Gate
-from mesh.net.identity import Identity, MachineIdentity
+from mesh.net.identity import Identity, MachineIdentity, RelayIdentity
 from mesh.net.preface import MemberTarget, Preface
 from mesh.net.refusals import Refusal
 from mesh.net.roster import Machines
@@ -84,6 +84,8 @@ class Departure:
         if isinstance(identity, MachineIdentity):
             machine = self.machines.get(identity.machine)
             return machine.overlay if machine else ()
+        if isinstance(identity, RelayIdentity):
+            return ()
         roster = self._gate.rosters.get(identity.run)
         places = roster.members if roster else ()
         return next((place.overlay for place in places if place.rank == identity.rank), ())

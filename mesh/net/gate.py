@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from mesh.errors import FencedError
 from mesh.ids import NO_EPOCH, Epoch, MachineName, Rank, RunUid
 from mesh.net.clock import SKEW_MAX_S, is_skewed, skew_text
-from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
+from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import MemberTarget, Preface
 from mesh.net.refusals import Refusal
 from mesh.net.roster import Revocations, Roster
@@ -162,6 +162,8 @@ class Gate:
     def still_admits(self, identity: Identity, serial: int) -> bool:
         """Whether a stream of this identity may go on. Times are not asked: a running stream outlives a certificate."""
         if serial in self.revoked.serials or identity.machine in self.revoked.machines:
+            return False
+        if isinstance(identity, RelayIdentity):  # it has none of its own
             return False
         if isinstance(identity, MachineIdentity):
             return True

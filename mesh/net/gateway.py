@@ -36,7 +36,8 @@ from mesh.net.reception import Reception
 from mesh.net.refusals import Refusal
 from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
-from mesh.net.relay_client import RelayClient, RelayLine, RelayPlace
+from mesh.net.relay_client import RelayPlace
+from mesh.net.relay_ways import RelayWays
 from mesh.net.roster import Machines, Revocations, Roster
 from mesh.net.shim import addresses as shim_addresses
 from mesh.net.shim.table import ShimTable
@@ -111,9 +112,13 @@ class Gateway:
         self._api: ApiFront | None = None
         self._carried: Relay | None = None
         """The relay behind this port, for others."""
-        self._relay: RelayClient | None = None
-        """The relay that this machine uses."""
-        self._line: RelayLine | None = None
+        self._relays = RelayWays(
+            deployment=deployment,
+            check=self._check,
+            context=self._machine_context,
+            on_leg=self._on_relayed,
+        )
+        """Those that this machine uses."""
         self._captures: list[Acceptor] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -152,8 +157,7 @@ class Gateway:
         self._doorkeeper.close()
         for acceptor in self._captures:
             acceptor.close()
-        if self._line is not None:
-            await self._line.stop()
+        await self._relays.stop()
         if self._carried is not None:
             await self._carried.stop()
         for task in self._tasks:
@@ -186,8 +190,8 @@ class Gateway:
             "streams": len(self._streams),
             "waiting": self._reception.waiting,
             "in_the_door": self._doorkeeper.inside,
-            "relay_line_is_open": self._line is not None and self._line.is_open,
-            "relay_line_breaks": self._line.breaks if self._line else 0,
+            "relay_lines": [str(name) for name in self._relays.lines_open],
+            "relay_line_breaks": self._relays.breaks,
             "refused_in": {str(reason): count for reason, count in sorted(self.gate.counts.items())},
             "refused_out": {str(reason): count for reason, count in sorted(self._departure.refused.items())},
             "ended": {str(end): count for end, count in sorted(self._streams.ends.items())},
@@ -213,27 +217,19 @@ class Gateway:
         self._departure.machines = dict(machines)
         self._apply()
 
-    async def set_relay(self, place: RelayPlace | None) -> None:
-        """The relay that machines without an address are reached by, and that this one is reachable through.
+    async def set_relays(self, places: Sequence[RelayPlace]) -> None:
+        """The relays that machines without an address are reached by, and that this one is reachable through.
 
         Raises AuthenticationError when this machine has no certificate yet.
         """
-        if self._departure.machine is None:
-            raise AuthenticationError(f"{self.identity.machine} has no certificate yet.")
-        if self._line is not None:
-            await self._line.stop()
-            self._line = self._relay = None
-        if place is not None:
-            self._relay = RelayClient(deployment=self.identity.deployment, place=place, check=self._check)
-            self._line = RelayLine(client=self._relay, context=self._machine_context, on_leg=self._on_relayed)
-            self._line.start()
+        self._machine_context()
+        await self._relays.set_places(places)
 
     def carry_relay(self, limits: RelayLimits) -> Relay:
         """From now on this port is also a relay's. The same one when it is already."""
         if self._carried is None:
             self._carried = Relay(
-                deployment=self.identity.deployment,
-                machine=self.identity.machine,
+                identity=self.identity,
                 limits=limits,
                 gate=self.gate,
             )
@@ -354,8 +350,8 @@ class Gateway:
     async def _route(self, machine: MachineName, context: ssl.SSLContext) -> Leg:
         """Direct when the machine has an address, through the relay when it has none."""
         place = self._departure.machines.get(machine)
-        if place is not None and not place.gateway and self._relay is not None:
-            return await self._relay.dial(machine, context)
+        if place is not None and not place.gateway and self._relays:
+            return await self._relays.dial(machine, context)
         return Leg(socket=await connect_to_any(machine, place.gateway if place else ()))
 
     def _here(self, deliver_to: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Who speaks: a machine, or a member of a gang in one epoch. As names in certificates; pure.
+"""Who speaks: a machine, a member of a gang in one epoch, or a relay. As names in certificates; pure.
 
 Rules of this file:
 1. A name is a URI (the certificate's only subject alternative name), and `parse` takes exactly what `uri` makes: one
@@ -7,6 +7,7 @@ Rules of this file:
 
     gangmesh://<deployment>/machine/<machine>
     gangmesh://<deployment>/machine/<machine>/run/<run uid>/epoch/<epoch>/rank/<rank>
+    gangmesh://<deployment>/relay/<name>
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NUMBER_MAX = 2**53 - 1
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?"
 _NUMBER = r"0|[1-9][0-9]{0,15}"
 _URI = re.compile(
-    rf"{SCHEME}://(?P<deployment>{_WORD})/machine/(?P<machine>{_WORD})"
-    rf"(?:/run/(?P<run>{_WORD})/epoch/(?P<epoch>{_NUMBER})/rank/(?P<rank>{_NUMBER}))?"
+    rf"{SCHEME}://(?P<deployment>{_WORD})/(?:relay/(?P<relay>{_WORD})|machine/(?P<machine>{_WORD})"
+    rf"(?:/run/(?P<run>{_WORD})/epoch/(?P<epoch>{_NUMBER})/rank/(?P<rank>{_NUMBER}))?)"
 )
 
 
@@ -57,14 +58,29 @@ class MemberIdentity:
         )
 
 
-Identity = MachineIdentity | MemberIdentity
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayIdentity:
+    """A relay that is no machine: it joins streams, and may not dial anybody."""
+
+    deployment: str
+    machine: MachineName
+    """Its name, of the same series as machines' names: one list says who is not believed any more."""
+
+    @property
+    def uri(self) -> str:
+        return f"{SCHEME}://{self.deployment}/relay/{self.machine}"
+
+
+Identity = MachineIdentity | MemberIdentity | RelayIdentity
 
 
 def parse_identity(uri: str) -> Identity:
     """The inverse of `uri`. Raises ValueError for anything else."""
     match = _URI.fullmatch(uri, 0, 1024)
     if match is None or len(uri) > 1024:
-        raise ValueError(f"{uri[:200]!r} is no name of a machine or a member")
+        raise ValueError(f"{uri[:200]!r} is no name of a machine, a member or a relay")
+    if match["relay"] is not None:
+        return RelayIdentity(deployment=match["deployment"], machine=MachineName(match["relay"]))
     deployment, machine = match["deployment"], MachineName(match["machine"])
     if match["run"] is None:
         return MachineIdentity(deployment=deployment, machine=machine)
@@ -83,7 +99,7 @@ def parse_identity(uri: str) -> Identity:
 def checked(identity: Identity) -> Identity:
     """The identity itself when its name can be read back. Raises ValueError: its parts are not fit for a name."""
     if parse_identity(identity.uri) != identity:
-        raise ValueError(f"{identity.uri[:200]!r} is no name of a machine or a member")
+        raise ValueError(f"{identity.uri[:200]!r} is no name of a machine, a member or a relay")
     return identity
 
 

@@ -28,7 +28,7 @@ from mesh.net.door import Door
 from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate
 from mesh.net.greeting import greet, read_frame
-from mesh.net.identity import Identity, MachineIdentity, PeerCertificate
+from mesh.net.identity import Identity, MachineIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import Answer, VersionError, encode_answer
 from mesh.net.refusals import Refusal
 from mesh.net.relay_book import Pair, RelayBook, RelayLimits
@@ -75,13 +75,13 @@ class Relay:
     def __init__(
         self,
         *,
-        deployment: str,
-        machine: MachineName,
+        identity: RelayIdentity | MachineIdentity,
         limits: RelayLimits | None = None,
         gate: Gate | None = None,
     ) -> None:
-        self.identity = MachineIdentity(deployment=deployment, machine=machine)
-        self.gate = gate or Gate(deployment=deployment, machine=machine)
+        self.identity = identity
+        """A machine's where the relay is behind its gateway's port."""
+        self.gate = gate or Gate(deployment=identity.deployment, machine=identity.machine)
         """For who may be believed, and for the counts. A gateway's own where the relay is behind its port."""
         self.book = RelayBook(limits=limits or RelayLimits())
         limits = self.book.limits

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from mesh.ids import MachineName, RunUid
-from mesh.net.identity import Identity, MachineIdentity, MemberIdentity
+from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, RelayIdentity
 from mesh.net.refusals import Refusal
 
 MACHINES_PER_RUN_MAX = 2
@@ -72,6 +72,8 @@ class RelayBook:
 
     def dial(self, identity: Identity, target: MachineName, ticket: str) -> Pair | Refusal:
         """Enters a stream that waits for its target. Undo it with `end`."""
+        if isinstance(identity, RelayIdentity):
+            return Refusal.NOT_OUR_NAME
         run = identity.run if isinstance(identity, MemberIdentity) else None
         pair = Pair(run=run, dialler=identity.machine, target=target)
         if target not in self.lines:

@@ -28,7 +28,7 @@ from mesh.net.dialling import (
 )
 from mesh.net.gate import Refused
 from mesh.net.greeting import read_frame
-from mesh.net.identity import MachineIdentity, PeerCertificate
+from mesh.net.identity import Identity, MachineIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import decode_answer
 from mesh.net.refusals import Refusal
 from mesh.net.relay_words import Accept, Dial, Listen, decode_incoming, encode_words
@@ -49,7 +49,14 @@ class RelayPlace:
     """A relay of the deployment."""
 
     machine: MachineName
+    """Its name."""
     addresses: tuple[tuple[str, int], ...]
+    is_gateway: bool = False
+    """It is behind a gateway's port, whose certificate it shows: the head's own."""
+
+
+class RelayDown(DialRefused):
+    """Nothing was asked of the relay: it cannot be reached, or is not to be believed."""
 
 
 class RelayClient:
@@ -63,7 +70,8 @@ class RelayClient:
         self, *, deployment: str, place: RelayPlace, check: Callable[[PeerCertificate], Refused | None]
     ) -> None:
         self.place = place
-        self._relay = MachineIdentity(deployment=deployment, machine=place.machine)
+        kind = MachineIdentity if place.is_gateway else RelayIdentity
+        self._relay: Identity = kind(deployment=deployment, machine=place.machine)
         self._check = check
 
     async def dial(self, machine: MachineName, context: ssl.SSLContext) -> Leg:
@@ -102,16 +110,13 @@ class RelayClient:
 
     async def _ask(self, words: Listen | Dial | Accept, context: ssl.SSLContext) -> Channel:
         name = self.place.machine
-        sock = await connect_to_any(name, self.place.addresses)
+        channel = await self._reach(context)
+        sock = channel.socket
         try:
-            channel = Channel(sock, context, server_side=False)
-            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                await channel.handshake()
-            self._check_relay(peer_certificate(channel.tls))
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await channel.write(encode_words(words))
                 check_answer(name, decode_answer(await read_frame(channel)))
-        except (ssl.SSLError, AuthenticationError) as error:
+        except ssl.SSLError as error:  # it does not take our certificate: TLS 1.3 says so after the handshake
             sock.close()
             raise DialRefused(Refusal.PEER_NOT_TRUSTED, f"{name}: {error}") from error
         except (ChannelClosed, RemoteProtocolError, OSError) as error:
@@ -122,14 +127,37 @@ class RelayClient:
             raise
         return channel
 
+    async def _reach(self, context: ssl.SSLContext) -> Channel:
+        """In TLS with the relay that was meant. Raises RelayDown."""
+        name = self.place.machine
+        try:
+            sock = await connect_to_any(name, self.place.addresses)
+        except DialRefused as refused:
+            raise RelayDown(refused.reason, refused.message) from refused
+        try:
+            channel = Channel(sock, context, server_side=False)
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                await channel.handshake()
+            self._check_relay(peer_certificate(channel.tls))
+        except (ssl.SSLError, AuthenticationError) as error:
+            sock.close()
+            raise RelayDown(Refusal.PEER_NOT_TRUSTED, f"{name}: {error}") from error
+        except (ChannelClosed, OSError) as error:
+            sock.close()
+            raise RelayDown(Refusal.PEER_UNREACHABLE, f"{name}: {error or type(error).__name__}") from error
+        except BaseException:
+            sock.close()
+            raise
+        return channel
+
     def _check_relay(self, peer: PeerCertificate) -> None:
         if peer.identity != self._relay:
-            raise DialRefused(
+            raise RelayDown(
                 Refusal.PEER_NOT_TRUSTED, f"{self._relay.machine} was dialled, {peer.identity.uri} answered."
             )
         refused = self._check(peer)
         if refused is not None:
-            raise DialRefused(refused.reason, refused.message)
+            raise RelayDown(refused.reason, refused.message)
 
 
 class RelayLine:

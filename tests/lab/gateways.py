@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from agents.gateway_client import GatewayClient
-from agents.gateway_wire import Counters, Host, Request, SetIdentity, SetMachines, SetRelay, SetRoster
+from agents.gateway_wire import Counters, Host, Request, SetIdentity, SetMachines, SetRelays, SetRoster
 from mesh.ids import Epoch, MachineName, Rank
 from mesh.net import redirect
 from mesh.net.authority import Authority, new_authority
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, MemberPlace, Roster
 from tests.lab.network import LabNetwork, call
-from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member
+from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member, relay_identity
 
 NUMBERS = {"m0": 3, "m1": 20}
 PORT = 29500
@@ -145,7 +145,7 @@ class TwoHosts:
         self.lab.plug(RELAY, 100, hosts_file="127.0.0.1 localhost\n")
         folder = self.folder / RELAY
         folder.mkdir()
-        who = credentials(self.authority, machine(RELAY))
+        who = credentials(self.authority, relay_identity(RELAY))
         for name, content in (
             ("certificate", who.certificate_pem),
             ("key", who.key_pem),
@@ -171,9 +171,9 @@ class TwoHosts:
         machines = {MachineName(name): MachinePlace(gateway=()) for name in NUMBERS}
         for host in NUMBERS:
             call(*self.inside(host, "nft", "-f", "-"), stdin=ONLY_OUT)
-            self.tell(host, SetMachines(machines=machines), SetRelay(place=place))
+            self.tell(host, SetMachines(machines=machines), SetRelays(places=(place,)))
         deadline = time.monotonic() + LIMIT_S
-        while not all(self.tell(host, Counters())["relay_line_is_open"] for host in NUMBERS):
+        while not all(self.tell(host, Counters())["relay_lines"] for host in NUMBERS):
             assert time.monotonic() < deadline, "no line to the relay"
 
     def start_echo(self, host: str, address: str) -> subprocess.Popen[str]:

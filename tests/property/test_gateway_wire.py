@@ -21,7 +21,7 @@ from agents.gateway_wire import (
     SetIdentity,
     SetLocal,
     SetMachines,
-    SetRelay,
+    SetRelays,
     SetRoster,
     SourceOf,
     from_wire,
@@ -46,8 +46,13 @@ REQUESTS: tuple[Request, ...] = (
     Forget(run=RUN),
     Revoke(revocations=Revocations(serials=frozenset({2**159 + 1}), machines=frozenset({MachineName("a")}))),
     Offer(ports=frozenset({6379, 8265}), deliver_to=("127.0.0.1",)),
-    SetRelay(place=RelayPlace(machine=MachineName("r"), addresses=(("10.0.0.9", 7001),))),
-    SetRelay(place=None),
+    SetRelays(
+        places=(
+            RelayPlace(machine=MachineName("r"), addresses=(("10.0.0.9", 7001),)),
+            RelayPlace(machine=MachineName("head"), addresses=(), is_gateway=True),
+        )
+    ),
+    SetRelays(places=()),
     SetLocal(addresses=("198.19.0.2", "fd67:6d00:1::2")),
     SetApi(credentials=KEYS, target=("127.0.0.1", 8470)),
     CarryRelay(streams_max=7, streams_per_machine_max=3),
@@ -76,7 +81,7 @@ def test_nothing_but_a_request_is_one(words: object) -> None:
         from_wire(words)
     except RemoteProtocolError:
         return
-    assert words in ({"do": "Counters"}, {"do": "SetRelay", "machine": None})
+    assert words in ({"do": "Counters"}, {"do": "SetRelays", "relays": ()})
 
 
 @given(

@@ -25,7 +25,7 @@ from mesh.net.clock import SKEW_MAX_S, skew_text
 from mesh.net.identity import parse_identity
 from mesh.net.tls import client_context, peer_certificate, server_context
 from mesh.net.tokens import JoinToken, TokenBook
-from tests.net_world import DEPLOYMENT, credentials, machine, member
+from tests.net_world import DEPLOYMENT, credentials, machine, member, relay_identity
 
 NOW = 1_800_000_000.0
 
@@ -39,7 +39,13 @@ def authority() -> Authority:
 
 
 @pytest.mark.parametrize(
-    "identity", [machine("node-3.rack_1"), member(0, "a", epoch=0), member(7, "b", epoch=2**53 - 1)]
+    "identity",
+    [
+        machine("node-3.rack_1"),
+        member(0, "a", epoch=0),
+        member(7, "b", epoch=2**53 - 1),
+        relay_identity("relay-4"),
+    ],
 )
 def test_a_name_is_read_back_as_it_was_written(identity: object) -> None:
     assert parse_identity(identity.uri) == identity  # type: ignore[attr-defined]
@@ -51,6 +57,9 @@ def test_a_name_is_read_back_as_it_was_written(identity: object) -> None:
         "",
         "gangmesh://d/machine/",
         "gangmesh://d/machine/a/",
+        "gangmesh://d/relay/",
+        "gangmesh://d/relay/a/machine/a",
+        "gangmesh://d/relay/a/run/r/epoch/1/rank/0",
         "gangmesh://d/machine/a/run/r/epoch/1",
         "gangmesh://d/machine/a/run/r/epoch/01/rank/0",
         "gangmesh://d/machine/a/run/r/epoch/-1/rank/0",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agents.gateway_client import GatewayClient
-from agents.gateway_wire import Counters, Fence, Host, SetIdentity, SetMachines, SetRelay, SetRoster
+from agents.gateway_wire import Counters, Fence, Host, SetIdentity, SetMachines, SetRelays, SetRoster
 from mesh.errors import AuthenticationError, FencedError, TransportError
 from mesh.ids import Epoch, MachineName
 from mesh.net.authority import Authority, new_authority
@@ -22,7 +22,7 @@ from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
 from mesh.wire import encode_frame
 from tests.integration.net.processes import command, ready, running
-from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member, roster
+from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member, relay_identity, roster
 
 LIMIT_S = 20.0
 
@@ -119,7 +119,7 @@ async def test_a_relay_process_keeps_its_certificate_when_the_new_one_is_none(
 ) -> None:
     relay_folder, gateway_folder = tmp_path / "relay", tmp_path / "gateway"
     relay_folder.mkdir()
-    who = credentials(authority, machine("r"))
+    who = credentials(authority, relay_identity("r"))
     for name, content in (
         ("certificate", who.certificate_pem),
         ("key", who.key_pem),
@@ -137,12 +137,12 @@ async def test_a_relay_process_keeps_its_certificate_when_the_new_one_is_none(
         place = RelayPlace(machine=MachineName("r"), addresses=((host, port),))
         async with client_of(gateway_folder) as client:
             with pytest.raises(AuthenticationError, match="has no certificate yet"):
-                await client.ask(SetRelay(place=place))
+                await client.ask(SetRelays(places=(place,)))
             await client.ask(SetIdentity(credentials=credentials(authority, machine("a"))))
             await client.ask(SetMachines(machines={MachineName("b"): MachinePlace(gateway=())}))
-            await client.ask(SetRelay(place=place))
+            await client.ask(SetRelays(places=(place,)))
             async with asyncio.timeout(LIMIT_S):
-                while not (await client.ask(Counters()))["relay_line_is_open"]:
+                while not (await client.ask(Counters()))["relay_lines"]:
                     await asyncio.sleep(0.01)
         relay.send_signal(signal.SIGTERM)
         assert relay.wait(LIMIT_S) == 0

@@ -329,9 +329,9 @@ async def test_the_head_s_port_is_a_relay_too(head: HeadWorld, tmp_path: Path) -
     gateway.set_identity(
         Credentials(certificate_pem=life.certificate_pem, key_pem=life.key_pem, bundle_pem=life.bundle_pem)
     )
-    place = RelayPlace(machine=HEAD, addresses=(("127.0.0.1", head.port),))
-    await gateway.set_relay(place)
-    await eventually(lambda: bool(gateway.counters()["relay_line_is_open"]), "the line")
+    place = RelayPlace(machine=HEAD, addresses=(("127.0.0.1", head.port),), is_gateway=True)
+    await gateway.set_relays([place])
+    await eventually(lambda: gateway.counters()["relay_lines"] == [HEAD], "the line")
     client = RelayClient(deployment=DEPLOYMENT, place=place, check=lambda peer: None)
     leg = await client.dial(life.name, head.gateway._machine_context())
     leg.socket.close()

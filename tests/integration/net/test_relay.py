@@ -13,11 +13,13 @@ import pytest
 from mesh.ids import Epoch, MachineName
 from mesh.net.authority import new_authority
 from mesh.net.dialling import DialRefused
-from mesh.net.identity import Identity
+from mesh.net.identity import Identity, PeerCertificate
+from mesh.net.probe import probe
 from mesh.net.refusals import Refusal
 from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
-from mesh.net.relay_client import RelayClient, RelayPlace
+from mesh.net.relay_client import RelayClient, RelayDown, RelayPlace
+from mesh.net.relay_ways import RelayWays, preference
 from mesh.net.roster import MachinePlace, Revocations
 from mesh.net.tls import client_context
 from tests.integration.net.flow import until_stuck
@@ -26,12 +28,14 @@ from tests.net_world import (
     RUN,
     MemberServer,
     World,
+    at,
     credentials,
     eventually,
     machine,
     member,
     member_server,
     recorder_at,
+    relay_identity,
     world,
 )
 
@@ -44,8 +48,8 @@ async def relayed(
 ) -> AsyncIterator[tuple[World, MemberServer, Relay, bytearray]]:
     """a and b know no address of each other, and have a line each."""
     async with world() as mesh, member_server() as server, contextlib.AsyncExitStack() as stack:
-        relay = Relay(deployment=DEPLOYMENT, machine=R, limits=limits)
-        relay.set_identity(credentials(mesh.authority, machine("r")))
+        relay = Relay(identity=relay_identity(R), limits=limits)
+        relay.set_identity(credentials(mesh.authority, relay_identity(R)))
         relay.start(listen_on=(("127.0.0.1", 0),))
         stack.push_async_callback(relay.stop)
         address, passed = relay.addresses[0], bytearray()
@@ -53,9 +57,13 @@ async def relayed(
             address, passed = await stack.enter_async_context(recorder_at(address))
         for gateway in mesh.gateways.values():
             gateway.set_machines({MachineName(n): MachinePlace(gateway=()) for n in ("a", "b")})
-            await gateway.set_relay(RelayPlace(machine=R, addresses=(address,)))
+            await gateway.set_relays([RelayPlace(machine=R, addresses=(address,))])
         await eventually(lambda: relay.counters()["lines"] == 2, "both have a line")
         yield mesh, server, relay, passed
+
+
+def nobody(peer: PeerCertificate) -> None:
+    """Is refused."""
 
 
 def nothing() -> None:
@@ -218,8 +226,8 @@ async def test_streams_break_with_the_relay_and_lines_come_back_with_it() -> Non
         await relay.stop()
         assert await stream.reset_seen()
         assert await other.reset_seen()
-        again = Relay(deployment=DEPLOYMENT, machine=R)
-        again.set_identity(credentials(mesh.authority, machine("r")))
+        again = Relay(identity=relay_identity(R))
+        again.set_identity(credentials(mesh.authority, relay_identity(R)))
         again.start(listen_on=(relay.addresses[0],))
         await eventually(lambda: again.counters()["lines"] == 2, "both came back by themselves")
         fresh = await mesh.dial(server.port)
@@ -248,6 +256,120 @@ async def test_a_newer_line_of_a_machine_takes_the_place_of_the_older_one() -> N
         await asyncio.wait([newer, dialling])
 
 
+async def test_a_relay_s_certificate_opens_nothing_of_anybody_s() -> None:
+    async with relayed() as (mesh, server, relay, _):
+        mesh.gateways["a"].offer([server.port], deliver_to=("127.0.0.1",))
+        context = client_context(credentials(mesh.authority, relay_identity(R)))
+        at_a = at("a", *mesh.gateways["a"].addresses)[MachineName("a")]
+        assert await probe(DEPLOYMENT, MachineName("a"), at_a.gateway, context=context, check=nobody) == []
+        with pytest.raises(DialRefused):
+            await client(mesh, relay).dial(MachineName("b"), context)
+        assert mesh.gateways["a"].counters()["refused_in"] == {"HandshakeFailed": 1}
+        assert relay.counters()["refused"] == {"HandshakeFailed": 1}
+
+
+async def test_a_machine_s_certificate_does_not_make_a_relay_nor_a_relay_s_a_gateway_s() -> None:
+    async with world() as mesh:
+        for shown, is_gateway in ((machine("r"), False), (relay_identity(R), True)):
+            fake = Relay(identity=shown)
+            fake.set_identity(credentials(mesh.authority, shown))
+            fake.start(listen_on=(("127.0.0.1", 0),))
+            place = RelayPlace(machine=R, addresses=tuple(fake.addresses), is_gateway=is_gateway)
+            dialling = RelayClient(deployment=DEPLOYMENT, place=place, check=nobody)
+            with pytest.raises(RelayDown) as caught:
+                await dialling.dial(
+                    MachineName("b"), client_context(credentials(mesh.authority, machine("a")))
+                )
+            assert caught.value.reason is Refusal.PEER_NOT_TRUSTED
+            await fake.stop()
+
+
+# ---- several ------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def relays(mesh: World, *names: str) -> AsyncIterator[dict[str, Relay]]:
+    """The last one takes the part of the head's. a and b have a line to each."""
+    made: dict[str, Relay] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for name in names:
+            is_head = name == names[-1]
+            relay = made[name] = Relay(identity=machine(name) if is_head else relay_identity(name))
+            relay.set_identity(credentials(mesh.authority, relay.identity))
+            relay.start(listen_on=(("127.0.0.1", 0),))
+            stack.push_async_callback(relay.stop)
+        for gateway in mesh.gateways.values():
+            gateway.set_machines({MachineName(n): MachinePlace(gateway=()) for n in ("a", "b")})
+            await gateway.set_relays(places(made))
+        await eventually(lambda: all(r.counters()["lines"] == 2 for r in made.values()), "every line")
+        yield made
+
+
+def places(made: dict[str, Relay]) -> list[RelayPlace]:
+    return [
+        RelayPlace(
+            machine=relay.identity.machine,
+            addresses=tuple(relay.addresses),
+            is_gateway=relay.identity == machine(relay.identity.machine),
+        )
+        for relay in made.values()
+    ]
+
+
+def carried(made: dict[str, Relay]) -> dict[str, int]:
+    return {name: relay.counters()["streams"] for name, relay in made.items()}
+
+
+async def test_the_head_s_own_relay_is_what_is_left_when_the_others_are_gone() -> None:
+    async with world() as mesh, member_server() as server, relays(mesh, "r", "s", "head") as made:
+        first, second = sorted(("r", "s"), key=lambda name: preference(MachineName(name), MachineName("b")))
+        streams = [await mesh.dial(server.port)]
+        await server.next()
+        assert carried(made) == {first: 1, second: 0, "head": 0}
+        await made[first].stop()  # it takes its own streams with it
+        assert await streams[0].reset_seen()
+        streams.append(await mesh.dial(server.port))
+        await server.next(1)
+        assert carried(made) == {first: 0, second: 1, "head": 0}
+        await made[second].stop()
+        assert await streams[1].reset_seen()
+        stream = await mesh.dial(server.port)
+        stream.transport.write(b"still here")
+        assert await (await server.next(2)).read(10) == b"still here"
+        assert carried(made) == {first: 0, second: 0, "head": 1}
+
+
+async def test_a_relay_that_has_no_line_of_the_target_leads_to_the_next_and_a_third_member_to_none() -> None:
+    async with world() as mesh, member_server() as server, relays(mesh, "r", "head") as made:
+        await mesh.gateways["b"].set_relays(places({"head": made["head"]}))
+        await eventually(lambda: made["r"].counters()["lines"] == 1, "b has left r")
+        await mesh.dial(server.port)
+        await server.next()
+        assert carried(made) == {"r": 0, "head": 1}
+        assert made["r"].counters()["refused"] == {"NotListening": 1}
+        ways = RelayWays(
+            deployment=DEPLOYMENT,
+            check=nobody,
+            context=lambda: client_context(credentials(mesh.authority, machine("c"))),
+            on_leg=lambda leg: leg.socket.close(),
+        )
+        await ways.set_places(places({"head": made["head"], "r": made["r"]}))
+        with pytest.raises(DialRefused) as caught:
+            await ways.dial(MachineName("b"), client_context(credentials(mesh.authority, member(2, "c"))))
+        assert caught.value.reason is Refusal.RELAY_MEMBERS
+        await ways.stop()
+
+
+async def test_lines_to_relays_that_stay_are_not_broken_when_others_come_and_go() -> None:
+    async with world() as mesh, relays(mesh, "r", "s", "head") as made:
+        gateway = mesh.gateways["a"]
+        await gateway.set_relays(places({"s": made["s"], "head": made["head"]}))
+        await eventually(lambda: made["r"].counters()["lines"] == 1, "a has left r")
+        await gateway.set_relays(places(made))
+        await eventually(lambda: gateway.counters()["relay_lines"] == ["head", "r", "s"], "a is back")
+        assert gateway.counters()["relay_line_breaks"] == 0
+
+
 async def test_a_stranger_gets_nothing_from_a_relay() -> None:
     async with relayed() as (mesh, _server, relay, _):
         stranger = new_authority(DEPLOYMENT, now=time.time())
@@ -255,8 +377,8 @@ async def test_a_stranger_gets_nothing_from_a_relay() -> None:
         with pytest.raises(DialRefused):
             await client(mesh, relay).dial(MachineName("b"), client_context(who))
         await eventually(lambda: relay.gate.counts[Refusal.HANDSHAKE_FAILED] == 1, "it is counted")
-        fake = Relay(deployment=DEPLOYMENT, machine=MachineName("x"))
-        fake.set_identity(credentials(mesh.authority, machine("x")))
+        fake = Relay(identity=relay_identity("x"))
+        fake.set_identity(credentials(mesh.authority, relay_identity("x")))
         fake.start(listen_on=(("127.0.0.1", 0),))
         with pytest.raises(DialRefused) as caught:
             await client(mesh, fake).dial(
