@@ -33,7 +33,7 @@ from agents.child import Child, become_subreaper, spawn
 from agents.machine_state import MachineState
 from agents.mesh_ports import MeshPorts
 from agents.orphans import OrphanReaper
-from agents.raylet import MACHINE_LABEL, SLOT_RESOURCE, RayNode, raylet_command
+from agents.raylet import MACHINE_LABEL, MEMBER_WORKERS, SLOT_RESOURCE, RayNode, raylet_command
 from agents.raylet_process import (
     RAYLET_GRACE_S,
     find_install,
@@ -45,8 +45,6 @@ from agents.raylet_process import (
 )
 from mesh.errors import AuthenticationError, ConflictError, MeshError, SpecError
 
-WORKERS_READY = 2
-"""A member and its launcher."""
 HOUSEKEEPING_S = 5.0
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.5, 10.0
 GRACE_S_LARGEST = 3600.0
@@ -232,13 +230,12 @@ class _Agent:
             socket_name=terms.name.rpartition("-")[2],
             resources={
                 SLOT_RESOURCE: 1,
-                "CPU": max(os.cpu_count() or 1, WORKERS_READY),
+                "CPU": max(os.cpu_count() or 1, MEMBER_WORKERS),
                 **terms.resources,
             },
             address=terms.address,
             labels={**terms.labels, MACHINE_LABEL: terms.name},
             ports=terms.ports,
-            workers_ready=WORKERS_READY,
         )
 
     async def _start(self, node: RayNode, terms: Terms) -> Child:

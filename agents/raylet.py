@@ -40,6 +40,8 @@ MACHINE_LABEL = "gangmesh.machine"
 ADDRESS_LABEL = "gangmesh.address"
 """Where a machine's member is for its peers; on the mesh the member's overlay address."""
 GPU_TYPE_LABEL = "gangmesh.gpu-type"
+MEMBER_WORKERS = 2
+"""Worker processes that a member takes: its own, and its launcher's."""
 SLOT_RESOURCE = "gangmesh_slot"
 HEAD_RESOURCE = "gangmesh_head"
 
@@ -57,7 +59,7 @@ RAY_SETTINGS: Mapping[str, str] = {
     "RAY_kill_child_processes_on_worker_exit": "false",
     # Idle workers are kept: the next member finds one that is warm.
     "RAY_kill_idle_workers_interval_ms": "0",
-    # What a member and its launcher import, ahead (`coordinator.warm_workers`).
+    # What a member and its launcher import, ahead (`coordinator.ray_workers`).
     "RAY_preload_python_modules": "agents.node,agents.launcher.actor",
     # A killed worker would look like a lost machine, and it is the user's command that eats the memory.
     "RAY_memory_monitor_refresh_ms": "0",
@@ -114,7 +116,7 @@ class RayNode:
     ports: MeshPorts | None = None
     """On the mesh; None lets Ray choose."""
     workers_ready: int = 0
-    """Worker processes started before anybody asks for one."""
+    """Worker processes that the raylet starts by itself when a driver connects; beside `coordinator.warm_workers`."""
     is_head: bool = False
 
     @property
@@ -162,7 +164,7 @@ def raylet_command(install: RayInstall, node: RayNode, *, gcs_address: str, clus
         f"--node_id={node.node_id}",
         f"--node_ip_address={node.address}",
         f"--node-name={node.name}",
-        f"--maximum_startup_concurrency={max(1, node.workers_ready)}",
+        f"--maximum_startup_concurrency={max(MEMBER_WORKERS, node.workers_ready)}",
         f"--num_prestart_python_workers={node.workers_ready}",
         f"--static_resource_list={_resource_list(node)}",
         f"--labels={json.dumps(dict(node.labels))}",

@@ -209,7 +209,7 @@ class Head:
         if self._mesh is not None:
             self._mesh.use(ray)
         elif self._settings.is_open:
-            self._joined = JoinedMachines(state=self._state, ray=ray, spawn=self._spawn_task)
+            self._joined = JoinedMachines(state=self._state, ray=ray)
         machines = self._settings.machines
         self._stage(f"starting {machines} machine{'s' if machines != 1 else ''}")
         self._provider = LocalProvider(state=self._state, ray=ray, gpu=self._settings.gpu)

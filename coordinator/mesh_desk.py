@@ -66,10 +66,6 @@ class Surroundings(Protocol):
         """Raises ConflictError when the machine runs others than this head."""
         ...
 
-    def expect(self, name: MachineName, node_id: str) -> None:
-        """A machine is about to become this node."""
-        ...
-
     async def source_of(self, port: int) -> str | None:
         """The address of who is behind a connection from this port of loopback."""
         ...
@@ -153,7 +149,6 @@ class MeshDesk:
         await self._save(MACHINES_NAME)
         self._tell()
         node_id = self._around.new_node_id()
-        self._around.expect(name, node_id)
         return {
             "name": name,
             "number": machine.number,

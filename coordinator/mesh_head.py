@@ -38,7 +38,7 @@ from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MeshBooks
 from coordinator.mesh_desk import ClusterFacts, MeshDesk
 from coordinator.mesh_machines import HEAD
-from coordinator.providers.joined import JOIN_LIMIT_S, check_versions, warm_once_alive
+from coordinator.providers.joined import check_versions
 from coordinator.ray_processes import RayProcesses
 from mesh.errors import DeploymentError, MeshError
 from mesh.ids import MachineName
@@ -51,6 +51,8 @@ from mesh.resources import Machine
 RELAY_STREAMS_MAX = 2048
 RELAY_STREAMS_PER_MACHINE_MAX = 1024
 """The head itself dials every machine behind it, with tens of connections each."""
+JOIN_LIMIT_S = 90.0
+"""From being told its name until a machine is known to Ray."""
 LOOK_S = 2.0
 RENEW_EVERY_S = 24 * 3600.0
 GATEWAY_FOLDER = "g"
@@ -168,9 +170,6 @@ class MeshHead:
 
     def check_versions(self, request: Mapping[str, Any]) -> None:
         check_versions(request)
-
-    def expect(self, name: MachineName, node_id: str) -> None:
-        self._spawn(warm_once_alive(node_id), f"warming {name}")
 
     async def source_of(self, port: int) -> str | None:
         found = await self._gateway.ask(SourceOf(port=port))

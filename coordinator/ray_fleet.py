@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import (
 
 from agents.chaos import HarmOrder
 from agents.node import MemberNode
-from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL
+from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, HEAD_RESOURCE, MACHINE_LABEL
 from agents.sweep import remove_run_here, sweep_here
 from coordinator import ray_harm, ray_notes
 from coordinator.core.events import Placement
@@ -35,8 +35,9 @@ from coordinator.fleet import HeldMachine, MachineFacts, MemberGoneError, Shape,
 from coordinator.ray_call import ask_ray
 from coordinator.ray_groups import Key
 from coordinator.ray_reservations import RayReservations
+from coordinator.ray_workers import WorkerKeeper
 from coordinator.reach import Reach
-from coordinator.warm_workers import SpareWorkers
+from coordinator.warm_workers import HEAD_SPARES, MAKE_UP_S, WorkerNode
 from mesh.errors import MeshTimeoutError, NotFoundError, TransportError
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
@@ -70,7 +71,7 @@ class RayFleet:
         self._reservations = RayReservations(look=self.machines, used_by=used_by)
         self._cordoned: set[MachineName] | None = None
         """None until it has been read from Ray."""
-        self._spares = SpareWorkers()
+        self._workers = WorkerKeeper()
         self._handles: dict[Incarnation, Any] = {}
         """Of members that were ordered here and not dismissed yet: a fence does not ask Ray's directory first."""
 
@@ -81,10 +82,16 @@ class RayFleet:
             self._cordoned = noted | (self._cordoned or set())  # one may have been noted while we read
         return [_facts(node, is_cordoned=node["Labels"][MACHINE_LABEL] in self._cordoned) for node in nodes]
 
+    def look_at_workers(self, node_id: str) -> None:
+        """A worker that waited there has been taken."""
+        self._workers.look_at(node_id)
+
     async def _nodes(self) -> dict[MachineName, dict[str, Any]]:
         """By machine. One that came back under its name is the node that lives."""
         found: dict[MachineName, dict[str, Any]] = {}
-        for node in await ask_ray(ray.nodes):
+        nodes = await ask_ray(ray.nodes)
+        self._workers.seen(_worker_nodes(nodes))
+        for node in nodes:
             name = node.get("Labels", {}).get(MACHINE_LABEL)
             if name is not None and (node["Alive"] or name not in found):
                 found[MachineName(name)] = node
@@ -146,7 +153,7 @@ class RayFleet:
         await self._reservations.give_back([machine])
         node = await self._node(machine)
         if node is not None:
-            self._spares.given_back(node["NodeID"])
+            self._workers.look_at(node["NodeID"])
 
     # ---- sweeps -----------------------------------------------------------------------------------
 
@@ -191,7 +198,7 @@ class RayFleet:
             raise MemberGoneError(f"{order.machine} is lost.")
         handle = await ask_ray(self._create_member, order, group, _facts(node))
         self._handles[incarnation] = handle
-        self._spares.used(node["NodeID"], str(incarnation))
+        self._workers.used(node["NodeID"], str(incarnation))
         await self._while_there(order.machine, _call(handle.join.remote(order), f"rank {incarnation.rank}"))
 
     async def _while_there(self, machine: MachineName, call: Coroutine[Any, Any, None]) -> None:
@@ -323,6 +330,18 @@ def _facts(node: Mapping[str, Any], *, is_cordoned: bool = False) -> MachineFact
         is_cordoned=is_cordoned,
         network=facts_of(name, address, labels),
     )
+
+
+def _worker_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[WorkerNode]:
+    """The living machines, and the head, whose spare is the next coordinator or store."""
+    for node in nodes:
+        raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        if node["Alive"] and MACHINE_LABEL in node.get("Labels", {}):
+            yield WorkerNode(node_id=node["NodeID"], raylet=raylet)
+        elif node["Alive"] and HEAD_RESOURCE in node["Resources"]:
+            yield WorkerNode(
+                node_id=node["NodeID"], raylet=raylet, wanted=HEAD_SPARES, first_look_s=MAKE_UP_S
+            )
 
 
 def _kill(handle: Any) -> None:

@@ -136,7 +136,6 @@ class RayProcesses:
         socket_name: str,
         resources: Mapping[str, float],
         labels: Mapping[str, str] | None = None,
-        workers_ready: int = 0,
         is_head: bool = False,
     ) -> RayNode:
         """A node of this cluster, not started yet."""
@@ -150,7 +149,6 @@ class RayProcesses:
             socket_name=socket_name,
             resources=resources,
             labels=labels or {},
-            workers_ready=workers_ready,
             is_head=is_head,
             ports=self._ports if is_head else None,
         )

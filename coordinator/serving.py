@@ -6,6 +6,7 @@ The actor around it is `coordinator.actor.CoordinatorActor`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +22,7 @@ from coordinator.member_certificates import MemberCertificates
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
-from coordinator.warm_workers import warm
-from mesh.errors import InternalError, MeshError, StorageError
+from mesh.errors import InternalError, MeshError, StorageError, TransportError
 from mesh.ids import Incarnation, MachineName
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
@@ -69,8 +69,7 @@ class ServingCoordinator:
             member_config=config["member"],
             used_by=lambda: self._coordinator.used_by(),
         )
-        self._store = StoreLink(config["store_admin"], on_new_store=self._warm_head)
-        self._warming: asyncio.Task[None] | None = None
+        self._store = StoreLink(config["store_admin"], on_new_store=self._make_up_for_store)
         checkpoints = config.get("checkpoints")
         self._coordinator = Coordinator(
             journal=SqlJournal(config["db"]),
@@ -99,13 +98,16 @@ class ServingCoordinator:
             await asyncio.sleep(START_AGAIN_S)
         self._store.start(self._coordinator)
         _log.info("the coordinator serves")
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            self._warm_head()
+        self._looking = asyncio.create_task(self._look_at_machines(), name="first look at machines")
 
-    def _warm_head(self) -> None:
-        """The head's spare worker has become a store or a coordinator: the next death shall find one as well."""
-        node_id = ray.get_runtime_context().get_node_id()
-        self._warming = asyncio.create_task(asyncio.to_thread(warm, [node_id], workers=1), name="warm head")
+    async def _look_at_machines(self) -> None:
+        """So that their worker processes come up before the first member does."""
+        with contextlib.suppress(TransportError):  # whoever looks next does it
+            await self._fleet.machines()
+
+    def _make_up_for_store(self) -> None:
+        """The head's spare worker has become a store: the next death shall find one as well."""
+        self._fleet.look_at_workers(ray.get_runtime_context().get_node_id())
 
     def _join_order(self, plan: RunPlan, effect: OrderMember) -> JoinOrder:
         return JoinOrder(

@@ -1,107 +1,122 @@
-"""Keeps worker processes ready on machines, so that a member's start does not pay for a Python start.
+"""When worker processes are started ahead, so that a member's start does not pay for a Python start. Pure.
 
 Theory of operation. A member takes two worker processes of its machine (its own and its launcher's), and they end with
-it. A raylet starts as many when it starts (`--num_prestart_python_workers`); after that, new ones have to be asked for.
-Ray has no call for it, and a worker that has once run a task is never used for an actor. So tasks are begun on
-the machine and cancelled before their workers have come up: the workers find nothing to do, and stay for the
-next member. What is imported ahead is a setting of the raylet (`RAY_preload_python_modules`).
+it; so does the head's, in which Ray restarts a coordinator or a store that died. What is wanted is a state, not an
+answer to each use: on every node so many workers that have not been used for anything. It is looked at: when a node is
+seen for the first time, when a machine is given back, a while after a member has begun, and every LOOK_AGAIN_S, since
+workers are also taken by what nobody tells of here. What is missing is started, once: what was asked for counts as
+there until it could have come up. So a coordinator that was restarted needs to know nothing, and there are never more
+than were wanted when they were counted.
 
-When. A machine that is given back gets new ones at once. One that is kept may need them for the next epoch, and a start
-takes a second of two processors, which the user's command wants for itself when it begins: so they come MAKE_UP_S after
-a member. Each use is made up for once, since nobody ends a worker that nobody needs.
+When not. A start takes a second of two processors, which the user's command wants for itself when it begins: nothing is
+started within MAKE_UP_S after a member has.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from agents.raylet import MEMBER_WORKERS
 
-WORKERS_READY = 2
-"""A member and its launcher."""
-BEGIN_S = 0.3
-"""From asking for a task until its worker is being started; a worker takes longer than this to come up."""
-CANCEL_LIMIT_S = 10.0
+HEAD_SPARES = 1
 MAKE_UP_S = 8.0
+COME_UP_S = 15.0
+"""From asking for workers until those that are not there then are taken for lost; on a busy machine a start is slow."""
+CONFIRM_S = 2.0
+"""Between two looks at whether they are there."""
+LOOK_AGAIN_S = 30.0
+UNKNOWN_AGAIN_S = 5.0
+"""After a look that told nothing."""
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNode:
+    """A node of Ray's that lives."""
+
+    node_id: str
+    raylet: str
+    """host:port of its raylet."""
+    wanted: int = MEMBER_WORKERS
+    """Workers that are to wait there."""
+    first_look_s: float = 0.0
+    """From when it is seen until it is looked at: its raylet may be starting some by itself."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Care:
+    """What is known of one node."""
+
+    node: WorkerNode
+    due_s: float
+    """When it is to be looked at."""
+    latest: str | None = None
+    """The member that was the last to begin there."""
+    coming: int = 0
+    """Workers that were asked for and not seen yet."""
+    until_s: float = 0.0
+    """Until when these count."""
+
+
+@dataclass(slots=True)
 class SpareWorkers:
-    """Makes up for the workers that members use.
+    """Times are seconds of one monotonic clock."""
 
-    Args:
-        start: lets one node start the workers of one member; blocking.
-    """
+    _cares: dict[str, _Care] = field(default_factory=dict)
 
-    def __init__(
-        self, *, start: Callable[[Sequence[str]], None] | None = None, make_up_s: float = MAKE_UP_S
-    ) -> None:
-        self._start = start or warm
-        self._make_up_s = make_up_s
-        self._owed: dict[str, asyncio.Task[None]] = {}
-        """By node: a use that is made up for in a while."""
-        self._latest: dict[str, str] = {}
-        """By node: the member that was the last to begin there."""
-        self._made_up: set[str] = set()
-        """Nodes whose last use has been made up for, while it still lasts."""
-        self._starting: set[asyncio.Task[None]] = set()
-        """Kept, so that they are not collected while they run; nobody waits for them."""
+    def seen(self, nodes: Iterable[WorkerNode], now_s: float) -> None:
+        """These live now, and no others."""
+        living = {node.node_id: node for node in nodes}
+        for node_id in self._cares.keys() - living.keys():
+            del self._cares[node_id]
+        for node_id, node in living.items():
+            if node_id not in self._cares:
+                self._cares[node_id] = _Care(node=node, due_s=now_s + node.first_look_s)
 
-    def used(self, node_id: str, member: str) -> None:
+    def used(self, node_id: str, member: str, now_s: float) -> None:
         """This member has begun there; may be told again."""
-        if self._latest.get(node_id) == member:
-            return
-        self._latest[node_id] = member
-        self._made_up.discard(node_id)
-        if node_id not in self._owed:
-            self._owed[node_id] = asyncio.create_task(self._later(node_id), name="spare workers")
+        care = self._cares.get(node_id)
+        if care is not None and care.latest != member:
+            care.latest = member
+            care.coming = 0  # it takes those, too
+            care.due_s = now_s + MAKE_UP_S
 
-    def given_back(self, node_id: str) -> None:
-        """No member is there any more."""
-        self._latest.pop(node_id, None)
-        if (owed := self._owed.pop(node_id, None)) is not None:
-            owed.cancel()
-        if node_id in self._made_up:
-            self._made_up.discard(node_id)
-        else:  # also when the member began before this process did
-            self._begin(node_id)
+    def look_at(self, node_id: str, now_s: float) -> None:
+        """Something there has changed: its machine was given back, or a worker was taken that is not a member's."""
+        if (care := self._cares.get(node_id)) is not None:
+            care.due_s = now_s
 
-    async def _later(self, node_id: str) -> None:
-        await asyncio.sleep(self._make_up_s)
-        del self._owed[node_id]
-        self._made_up.add(node_id)
-        self._begin(node_id)
+    def take_due(self, now_s: float, *, busy: Container[str] = ()) -> list[WorkerNode]:
+        """The nodes to look at now, but those that are being looked at; each is told once, until it is due again."""
+        due = [care for care in self._free_of(busy) if care.due_s <= now_s]
+        for care in due:
+            care.due_s = now_s + LOOK_AGAIN_S
+        return [care.node for care in due]
 
-    def _begin(self, node_id: str) -> None:
-        task = asyncio.create_task(asyncio.to_thread(self._start, [node_id]), name="warm workers")
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+    def counted(self, node_id: str, idle: int, now_s: float) -> int:
+        """So many wait there. Returns how many are to be started."""
+        care = self._cares.get(node_id)
+        if care is None:
+            return 0
+        if idle >= care.node.wanted or care.until_s <= now_s:
+            care.coming = 0
+        missing = max(0, care.node.wanted - idle - care.coming)
+        if missing:
+            care.coming += missing
+            care.until_s = now_s + COME_UP_S
+        if care.coming:  # what has come up and was taken since does not count as coming
+            care.due_s = min(care.due_s, now_s + CONFIRM_S)
+        return missing
 
+    def not_counted(self, node_id: str, now_s: float) -> None:
+        """The node did not answer, or could not start what was missing."""
+        if (care := self._cares.get(node_id)) is not None:
+            care.coming = 0
+            care.due_s = min(care.due_s, now_s + UNKNOWN_AGAIN_S)
 
-def warm(node_ids: Sequence[str], *, workers: int = WORKERS_READY) -> None:
-    """Lets each node start so many workers. Blocking; whatever fails leaves a machine cold, no more."""
-    # A worker that comes up too early and does run the task ends after it (max_calls): it would be of no use.
-    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_nothing)
-    try:
-        begun = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
-            for node_id in node_ids
-            for _ in range(workers)
-        ]
-        time.sleep(BEGIN_S)
-        for reference in begun:
-            ray.cancel(reference)
-        ray.wait(begun, num_returns=len(begun), timeout=CANCEL_LIMIT_S)
-    except RayError as error:
-        _log.info("machines are not warm: %s", error)
+    def next_due_s(self, *, busy: Container[str] = ()) -> float | None:
+        """When the next one is due that is not being looked at; None while there is none."""
+        return min((care.due_s for care in self._free_of(busy)), default=None)
 
-
-def _nothing() -> None:
-    """What a warming task would do."""
+    def _free_of(self, busy: Container[str]) -> Iterator[_Care]:
+        return (care for node_id, care in self._cares.items() if node_id not in busy)

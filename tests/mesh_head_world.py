@@ -40,7 +40,6 @@ class HeadWorld:
     authority: MeshAuthority
     gateway: Gateway
     cluster_id: str = "cluster-1"
-    expected: list[MachineName] = field(default_factory=list)
     number: int = 0
     port: int = 0
     desk: MeshDesk = field(init=False)
@@ -77,9 +76,6 @@ class HeadWorld:
     def check_versions(self, request: Mapping[str, Any]) -> None:
         if request.get("version") != __version__:
             raise ConflictError(f"The machine runs gangmesh {request.get('version')}.")
-
-    def expect(self, name: MachineName, node_id: str) -> None:
-        self.expected.append(name)
 
     async def source_of(self, port: int) -> str | None:
         return self.gateway.source_of(port)

@@ -12,20 +12,14 @@ import asyncio
 import ipaddress
 import platform
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from agents.raylet_process import NODE_ID_BYTES
 from coordinator.deployment import StateFolder
 from coordinator.ray_processes import RayProcesses
-from coordinator.warm_workers import warm
 from mesh import __version__
 from mesh.errors import ConflictError, SpecError
-
-JOIN_LIMIT_S = 90.0
-LOOK_S = 0.25
-
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
 class JoinedMachines:
@@ -34,13 +28,11 @@ class JoinedMachines:
     Args:
         state: counts the names.
         ray: the cluster that they join.
-        spawn: runs something beside everything else, by this name, until the head stops.
     """
 
-    def __init__(self, *, state: StateFolder, ray: RayProcesses, spawn: Spawn) -> None:
+    def __init__(self, *, state: StateFolder, ray: RayProcesses) -> None:
         self._state = state
         self._ray = ray
-        self._spawn = spawn
         self._naming = asyncio.Lock()
 
     async def admit(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -51,30 +43,12 @@ class JoinedMachines:
         async with self._naming:
             number = await asyncio.to_thread(self._state.count_joined)
         name, node_id = f"machine-{number}", secrets.token_hex(NODE_ID_BYTES)
-        self._spawn(warm_once_alive(node_id), f"warming {name}")
         return {
             "name": name,
             "nodeId": node_id,
             "cluster": {"address": terms.address, "id": terms.cluster_id, "session": terms.session},
             "clusterToken": self._state.secret("ray-token"),
         }
-
-
-async def warm_once_alive(node_id: str) -> None:
-    """A raylet starts workers ahead only for drivers that come after it; here the driver was first."""
-    try:
-        async with asyncio.timeout(JOIN_LIMIT_S):
-            while not await asyncio.to_thread(_is_alive, node_id):  # noqa: ASYNC110 - Ray cannot wait
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError:
-        return  # its agent has said why, or asks again under another name
-    await asyncio.to_thread(warm, [node_id])
-
-
-def _is_alive(node_id: str) -> bool:
-    import ray
-
-    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
 def _check_address(request: Any) -> None:

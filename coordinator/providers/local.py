@@ -14,11 +14,10 @@ import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
-from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, SLOT_RESOURCE
+from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, MACHINE_LABEL, MEMBER_WORKERS, SLOT_RESOURCE
 from coordinator.deployment import MACHINES_MAX, GpuShape, Inventory, StateFolder, machine_name
 from coordinator.providers.base import MachineGone
 from coordinator.ray_processes import RayProcesses
-from coordinator.warm_workers import WORKERS_READY
 from mesh.errors import PlacementError, SpecError
 from mesh.reasons import Reason
 
@@ -146,7 +145,7 @@ class LocalProvider:
         folder: Path = self._state.machines / name
         await asyncio.to_thread(folder.mkdir, mode=0o700, exist_ok=True)
         hidden = {MACHINE_LABEL: name, ADDRESS_LABEL: self._inventory.address(index)}
-        resources: dict[str, float] = {SLOT_RESOURCE: 1, "CPU": max(os.cpu_count() or 1, WORKERS_READY)}
+        resources: dict[str, float] = {SLOT_RESOURCE: 1, "CPU": max(os.cpu_count() or 1, MEMBER_WORKERS)}
         if self._gpu is not None:
             hidden[GPU_TYPE_LABEL] = self._gpu.type
             resources |= {"GPU": self._gpu.count, f"accelerator_type:{self._gpu.type}": 1}
@@ -155,7 +154,6 @@ class LocalProvider:
             socket_name=str(index),
             resources=resources,
             labels={**_labels(), **hidden},
-            workers_ready=WORKERS_READY,
         )
         await self._ray.start_node(node)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.warm_workers import WORKERS_READY
+from agents.raylet import MEMBER_WORKERS
 from tests.bench.real_runs import free_port, has_idle_workers, torchruns
 from tests.bench.rows import compared
 from tests.e2e.real_mesh import RealMesh, real_mesh, wait_until
@@ -118,7 +118,7 @@ def _ours(mesh: RealMesh, launcher: str, script: Path, folder: Path) -> Restart:
     name = mesh.submit(*options, "--", program, str(script), str(folder))
     try:
         return _kill_and_wait(
-            folder, ready=lambda: all(has_idle_workers(mesh, m, WORKERS_READY) for m in MACHINES)
+            folder, ready=lambda: all(has_idle_workers(mesh, m, MEMBER_WORKERS) for m in MACHINES)
         )
     finally:
         mesh.cli("cancel", name)

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import pickle
@@ -43,6 +44,7 @@ class Host:
         self._answers = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)  # Ray prints
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._uses = itertools.count()
         self.fleet = self._new_fleet()
 
     def _new_fleet(self) -> Any:
@@ -64,7 +66,7 @@ class Host:
             if task is not me:
                 task.cancel()
         for task in asyncio.all_tasks():
-            if task.get_name().startswith(("groups of", "reservations")):
+            if task.get_name().startswith(("groups of", "reservations", "spare workers", "workers of")):
                 task.cancel()
         self.fleet = self._new_fleet()
 
@@ -88,6 +90,15 @@ class Host:
 
     async def machine_dir(self, machine: str) -> Path:
         return Path(self._state.machines) / machine
+
+    async def idle_workers(self, machine: str) -> int:
+        """How many wait there to become an actor, as its raylet tells."""
+        return await asyncio.to_thread(_idle_workers, machine)
+
+    async def use_worker(self, machine: str) -> None:
+        """One of the machine's worker processes becomes an actor, and ends with it. The fleet knows, as of a member."""
+        self.fleet._workers.used(_node(machine)["NodeID"], f"member {next(self._uses)}")
+        await asyncio.to_thread(_use_worker, machine)
 
     async def used_slots(self) -> dict[str, float]:
         """What Ray itself says is held, by machine: 1 where somebody has the slot."""
@@ -150,6 +161,34 @@ def _used_slots() -> dict[str, float]:
         for node in ray.nodes()
         if node["Alive"] and "gangmesh.machine" in node["Labels"]
     }
+
+
+def _node(machine: str) -> dict[str, Any]:
+    import ray
+
+    return next(n for n in ray.nodes() if n["Alive"] and n["Labels"].get("gangmesh.machine") == machine)
+
+
+def _idle_workers(machine: str) -> int:
+    from coordinator.ray_workers import GrpcRaylets
+
+    node = _node(machine)
+    return GrpcRaylets().count_idle(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+
+
+def _use_worker(machine: str) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Used:
+        def is_there(self) -> bool:
+            return True
+
+    here = NodeAffinitySchedulingStrategy(_node(machine)["NodeID"], soft=False)
+    actor: Any = ray.remote(num_cpus=0, max_restarts=0)(Used)
+    handle = actor.options(scheduling_strategy=here).remote()
+    assert ray.get(handle.is_there.remote(), timeout=30)
+    ray.kill(handle)
 
 
 def _take_slot(machine: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from agents.join import WORKERS_READY
+from agents.raylet import MEMBER_WORKERS
 from tests.e2e.real_mesh import INCARNATION, RealMesh, wait_until
 from tests.lab.hosts import Host
 from tests.lab.network import HEAD_NUMBER, HOST_NUMBERS, LabNetwork
@@ -207,7 +207,7 @@ class Lab(RealMesh):
 
     def is_warm(self, host: Host) -> bool:
         """Whether worker processes wait there for a member and its launcher."""
-        return len(host.processes("ray::IDLE")) >= WORKERS_READY
+        return len(host.processes("ray::IDLE")) >= MEMBER_WORKERS
 
     @contextlib.contextmanager
     def held_back(self, host: Host) -> Iterator[None]:

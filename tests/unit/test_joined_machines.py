@@ -45,7 +45,6 @@ def _door(folder: Path) -> JoinedMachines:
     return JoinedMachines(
         state=StateFolder(folder),
         ray=_Ray(),  # type: ignore[arg-type]
-        spawn=lambda work, name: work.close(),
     )
 
 

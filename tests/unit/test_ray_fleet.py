@@ -65,7 +65,8 @@ def waiting_fleet(monkeypatch: pytest.MonkeyPatch, joined: asyncio.Future[None])
     monkeypatch.setattr(ray_fleet, "LOOK_S", 0.01)
     monkeypatch.setattr(fleet._reservations, "group", group)
     monkeypatch.setattr(fleet, "_create_member", lambda *_: member)
-    monkeypatch.setattr(fleet._spares, "used", lambda *_: None)
+    monkeypatch.setattr(fleet._workers, "used", lambda *_: None)
+    monkeypatch.setattr(fleet._workers, "seen", list)
     return fleet
 
 

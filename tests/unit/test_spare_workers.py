@@ -1,53 +1,118 @@
-"""Each use of a machine's workers is made up for once: in a while, or when the machine is given back."""
+"""Which nodes are looked at when, and how many workers are started there: a state is kept, uses are not counted."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from coordinator.warm_workers import COME_UP_S, LOOK_AGAIN_S, MAKE_UP_S, SpareWorkers, WorkerNode
 
-from coordinator.warm_workers import SpareWorkers
-
-LIMIT_S = 5.0
+NODE = WorkerNode(node_id="n", raylet="10.0.0.1:1", wanted=2)
+OTHER = WorkerNode(node_id="o", raylet="10.0.0.2:1", wanted=2)
 
 
-class Started(list[str]):
-    def start(self, node_ids: Sequence[str]) -> None:
-        self.extend(node_ids)
-
-    async def until(self, *node_ids: str) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while sorted(self) != sorted(node_ids):
-                await asyncio.sleep(0.001)
+def seen(*nodes: WorkerNode) -> SpareWorkers:
+    spares = SpareWorkers()
+    spares.seen(nodes, 0.0)
+    return spares
 
 
-async def test_a_machine_that_is_given_back_gets_new_ones_at_once() -> None:
-    started = Started()
-    spares = SpareWorkers(start=started.start, make_up_s=3600.0)
-    spares.used("n1", "a")
-    spares.used("n2", "b")
-    spares.given_back("n1")
-    await started.until("n1")
-    spares.given_back("n2")
-    await started.until("n1", "n2")
+def warm() -> SpareWorkers:
+    """One node, looked at and found well at 0."""
+    spares = seen(NODE)
+    assert spares.take_due(0.0) == [NODE]
+    assert spares.counted("n", 2, 0.0) == 0
+    return spares
 
 
-async def test_a_machine_that_is_kept_gets_them_in_a_while_and_no_more_when_it_is_given_back() -> None:
-    started = Started()
-    spares = SpareWorkers(start=started.start, make_up_s=0.001)
-    spares.used("n", "a")
-    await started.until("n")
-    spares.used("n", "a")  # ordered again
-    spares.given_back("n")
-    spares.used("n", "b")  # the next member has those two
-    await started.until("n", "n")
-    spares.used("n", "c")  # and a third one, on a machine that was kept
-    await started.until("n", "n", "n")
-    spares.given_back("n")
-    await asyncio.sleep(0.01)
-    assert started == ["n", "n", "n"]
+def test_a_node_that_is_new_is_looked_at_at_once_and_gets_what_is_missing() -> None:
+    spares = seen(NODE, OTHER)
+    assert spares.take_due(0.0) == [NODE, OTHER]
+    assert spares.counted("n", 0, 0.0) == 2
+    assert spares.counted("o", 1, 0.0) == 1
+    assert spares.take_due(0.0) == []
 
 
-async def test_a_member_that_began_before_this_process_is_made_up_for_when_it_ends() -> None:
-    started = Started()
-    SpareWorkers(start=started.start).given_back("n")
-    await started.until("n")
+def test_a_node_whose_raylet_starts_its_own_is_given_the_time() -> None:
+    spares = seen(WorkerNode(node_id="n", raylet="r", wanted=1, first_look_s=8.0))
+    assert spares.take_due(7.9) == []
+    assert len(spares.take_due(8.0)) == 1
+
+
+def test_what_was_asked_for_counts_until_it_could_have_come_up() -> None:
+    spares = seen(NODE)
+    spares.take_due(0.0)
+    assert spares.counted("n", 0, 0.0) == 2
+    spares.look_at("n", 1.0)  # a run was cancelled
+    assert spares.take_due(1.0) == [NODE]
+    assert spares.counted("n", 0, 1.0) == 0
+    due_s = spares.next_due_s()
+    assert due_s is not None
+    assert due_s < COME_UP_S  # whether they have
+    assert spares.counted("n", 1, due_s) == 0
+    assert spares.counted("n", 1, COME_UP_S) == 1  # one of them did not
+
+
+def test_what_came_up_and_was_taken_does_not_count_as_coming() -> None:
+    spares = seen(NODE)
+    assert spares.counted("n", 0, 0.0) == 2
+    assert spares.counted("n", 2, 2.0) == 0
+    assert spares.counted("n", 0, 3.0) == 2
+    spares.used("n", "a", 4.0)
+    assert spares.counted("n", 0, 4.0 + MAKE_UP_S) == 2
+
+
+def test_a_well_node_is_looked_at_again_in_a_while() -> None:
+    spares = warm()
+    assert spares.take_due(LOOK_AGAIN_S - 1) == []
+    assert spares.take_due(LOOK_AGAIN_S) == [NODE]
+
+
+def test_a_machine_that_is_kept_is_left_alone_while_its_command_begins() -> None:
+    spares = warm()
+    spares.used("n", "a", LOOK_AGAIN_S - 1)
+    assert spares.take_due(LOOK_AGAIN_S) == []
+    assert spares.next_due_s() == LOOK_AGAIN_S - 1 + MAKE_UP_S
+    spares.used("n", "a", LOOK_AGAIN_S + 1)  # ordered again
+    assert spares.next_due_s() == LOOK_AGAIN_S - 1 + MAKE_UP_S
+    spares.used("n", "b", LOOK_AGAIN_S + 1)
+    assert spares.next_due_s() == LOOK_AGAIN_S + 1 + MAKE_UP_S
+
+
+def test_a_machine_that_is_given_back_is_looked_at_at_once() -> None:
+    spares = warm()
+    spares.used("n", "a", 1.0)
+    spares.look_at("n", 2.0)
+    assert spares.take_due(2.0) == [NODE]
+    assert spares.counted("n", 0, 2.0) == 2
+
+
+def test_more_than_are_wanted_are_left_alone() -> None:
+    assert warm().counted("n", 5, 1.0) == 0
+
+
+def test_a_node_that_does_not_answer_is_asked_again_soon_and_nothing_counts_as_started() -> None:
+    spares = seen(NODE)
+    spares.take_due(0.0)
+    assert spares.counted("n", 0, 0.0) == 2
+    spares.not_counted("n", 1.0)  # the order to start them failed
+    due_s = spares.next_due_s()
+    assert due_s is not None
+    assert due_s < LOOK_AGAIN_S
+    assert spares.take_due(due_s) == [NODE]
+    assert spares.counted("n", 0, due_s) == 2
+
+
+def test_a_node_that_is_being_looked_at_is_not_due_and_its_change_is_not_forgotten() -> None:
+    spares = warm()
+    spares.look_at("n", 1.0)
+    assert spares.take_due(1.0, busy={"n"}) == []
+    assert spares.next_due_s(busy={"n"}) is None
+    assert spares.take_due(1.0) == [NODE]
+
+
+def test_a_node_that_is_gone_is_forgotten_whoever_still_speaks_of_it() -> None:
+    spares = seen(NODE)
+    spares.seen([OTHER], 1.0)
+    spares.look_at("n", 1.0)
+    spares.used("n", "a", 1.0)
+    spares.not_counted("n", 1.0)
+    assert spares.counted("n", 0, 1.0) == 0
+    assert spares.take_due(1.0) == [OTHER]
