@@ -44,15 +44,20 @@ from mesh.wire import FrameParser, encode_frame
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S = 0.1
 """How often the spool is looked at when nobody says that there is something (`wake`)."""
-POLLS_PER_READ = 20
+SEND_INTERVAL_S = 0.25
+"""Between two frames of a command that prints now and then: each costs the machine and the head half a millisecond, and
+what comes after a silence is sent at once."""
+POLLS_PER_READ = 10
 """After so many looks it is read whatever they saw."""
 CONNECT_TIMEOUT_S = 10.0
 WELCOME_TIMEOUT_S = 30.0
 """The sink may first have to close the connection of an earlier shipper."""
 BACK_OFF_FIRST_S = 0.1
 BACK_OFF_MAX_S = 5.0
+FULL_BYTES = CHUNK_BYTES_MAX // 2
+"""A frame with as much is followed by the next one at once."""
 _READ_BYTES = 64 * 1024
 _SOCKET_OPTIONS = (
     # A head that vanishes without a word is noticed after half a minute, with data on the way or without.
@@ -233,11 +238,22 @@ class LogShipper:
                     await self._room.wait()
                 window.on_sent(spool.position)
                 await connection.send(chunk)
+                if len(chunk.records) < FULL_BYTES:
+                    await self._let_gather(spool)
             elif spool.ended:
                 window.on_end(spool.position)
                 await connection.send(End(offset=spool.position))
                 return
             elif not records:
+                await self._wait_for_more(spool)
+
+    async def _let_gather(self, spool: SpoolReader) -> None:
+        """Returns when there may be more, and a frame's time has passed or somebody waits for it."""
+        try:
+            async with asyncio.timeout(SEND_INTERVAL_S):
+                await self._awake.wait()
+        except TimeoutError:
+            if not spool.has_changed():
                 await self._wait_for_more(spool)
 
     async def _discard(self) -> None:

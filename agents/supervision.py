@@ -32,16 +32,19 @@ if TYPE_CHECKING or __package__:
     import signal
     from collections.abc import Callable
 
-    from agents import command_start, control_group, process_tree, spool, supervisor_protocol
+    from agents import command_start, control_group, output_rest, process_tree, spool, supervisor_protocol
+    from agents.process_option import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, set_process_option
     from agents.supervisor_protocol import GRACE_S_DEFAULT, ProtocolError, StartOrder, checked
 else:
     import _signal as signal
 
     import command_start
     import control_group
+    import output_rest
     import process_tree
     import spool
     import supervisor_protocol
+    from process_option import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, set_process_option
     from supervisor_protocol import GRACE_S_DEFAULT, ProtocolError, StartOrder, checked
 
 LINGER_S = 0.5
@@ -58,9 +61,6 @@ NEVER = float("inf")
 WAIT_S_MAX = 3600.0
 """poll(2) counts milliseconds in 31 bits; we just wait again."""
 
-
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 EXIT_DONE = 0
 EXIT_NOT_EMPTY = 1
@@ -93,6 +93,7 @@ class Supervisor:
         self._pipes: dict[int, int] = {}
         """Open read ends of the command's pipes, and their streams."""
         self._pipes_are_read = False
+        self._rest = output_rest.OutputRest()
         self._loss_reported = False
 
         self._is_stopping = False
@@ -112,6 +113,8 @@ class Supervisor:
             for file, _ in self._poll.poll(self._timeout_ms()):
                 if handler := self._on_readable.get(file):
                     handler()
+            if time.monotonic() >= self._rest.until:
+                self._end_rest()
             self._reap()
             if time.monotonic() >= self._kill_at and not self._is_over:
                 self._kill_round()
@@ -304,9 +307,22 @@ class Supervisor:
 
     def _output_reader(self, file: int) -> Callable[[], None]:
         def read() -> None:
-            self._read_output(file)
+            if file != self._rest.file:
+                self._end_rest()
+            if self._rest.begins(file, size=self._read_output(file), now=time.monotonic()):
+                self._unwatch(file)
 
         return read
+
+    def _end_rest(self) -> None:
+        """What has gathered in a pipe that rested is read before anything else, and the pipe watched again."""
+        file = self._rest.end()
+        if file not in self._pipes or not self._pipes_are_read:
+            return
+        if self._rest.begins(file, size=self._read_output(file), now=time.monotonic()):
+            self._unwatch(file)
+        elif file in self._pipes and self._pipes_are_read:
+            self._watch(file, self._output_reader(file))
 
     def _read_output(self, file: int) -> int:
         """Spool one piece; answers its size, 0 when there is none."""
@@ -448,9 +464,10 @@ class Supervisor:
     def _timeout_ms(self) -> float | None:
         if self._is_over:
             return 0
-        if self._kill_at == NEVER:
+        next_s = min(self._kill_at, self._rest.until)
+        if next_s == NEVER:
             return None
-        return min(max(0.0, self._kill_at - time.monotonic()), WAIT_S_MAX) * 1000
+        return min(max(0.0, next_s - time.monotonic()), WAIT_S_MAX) * 1000
 
     def _finish(self) -> int:
         lost = 0
@@ -473,17 +490,6 @@ class Supervisor:
             os.write(self._events, supervisor_protocol.encode(event))
         except OSError:
             return  # the launcher has gone; the end of stdin says so too, and that is what ends us
-
-
-def set_process_option(option: int, value: int) -> bool:
-    """prctl(2), through the C half of ctypes (the whole costs 4 ms more). False where it cannot be reached."""
-    try:
-        import _ctypes
-
-        address = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
-        return bool(_ctypes.call_function(address, (option, value, 0, 0, 0)) == 0)
-    except (ImportError, OSError):
-        return False
 
 
 def complain(message: str) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from agents.core import events as ev
 from agents.launcher.base import LaunchSpec, SupervisedCommand
 from agents.logs import LogShipper
-from agents.supervision import PR_SET_CHILD_SUBREAPER, set_process_option
+from agents.process_option import PR_SET_CHILD_SUBREAPER, set_process_option
 
 _log = logging.getLogger(__name__)
 

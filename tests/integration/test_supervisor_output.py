@@ -87,6 +87,25 @@ def test_both_streams_come_in_the_order_in_which_they_were_read(supervised) -> N
     assert times == sorted(times)
 
 
+def test_a_pipe_that_rests_is_read_before_the_other_one_and_to_its_end(supervised) -> None:
+    one = supervised()
+    one.start_python(
+        "import os, time\n"
+        "for number in range(60):\n"
+        "    os.write(1, b'%d\\n' % number)\n"
+        "    if number % 20 == 19: os.write(2, b'after %d\\n' % number)\n"
+        "    time.sleep(0.01)\n"
+    )
+    one.end()
+    records = one.records()
+    everything = b"".join(record.data for record in records).decode().split()
+    expected = []
+    for number in range(60):
+        expected += [str(number)] + (["after", str(number)] if number % 20 == 19 else [])
+    assert everything == expected
+    assert len(records) < 60, "it never rested"
+
+
 def test_a_flood_waits_for_the_head_in_bounded_memory_and_loses_nothing(supervised) -> None:
     pieces, most = 1024, 4 * MIB
     one = supervised()
