@@ -95,8 +95,11 @@ class StoreControl(Protocol):
         """Has its lease renewed no more. Returns whether it is over already."""
         ...
 
-    async def admit(self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken) -> bool:
-        """Lets it through the open barrier, once the one before is over. False when this store never can."""
+    async def admit(
+        self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken, alive_within_s: float
+    ) -> bool:
+        """Lets it through the open barrier, once the one before is over and the other ranks are known to have lived
+        so long ago or later. False when this store never can."""
         ...
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...
@@ -419,7 +422,12 @@ class GangDriver:
 
     async def _admit(self, effect: AdmitMember) -> None:
         is_admitted = await _insist(
-            lambda: self._store.admit(self.uid, effect.incarnation, instead_of=effect.instead_of)
+            lambda: self._store.admit(
+                self.uid,
+                effect.incarnation,
+                instead_of=effect.instead_of,
+                alive_within_s=self._now().mono - effect.alive_since,
+            )
         )
         await self._inbox.put(
             _Letter(MemberAdmitted(incarnation=effect.incarnation, is_admitted=is_admitted))

@@ -177,18 +177,23 @@ class StoreLink:
         terms = {"ttl_s": self._lease_ttl_s, "guard_s": self._lease_guard_s}
         return await client.expire(me.run_uid, me.epoch, me.rank, me.token, **terms)
 
-    async def admit(self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken) -> bool:
-        """See `StoreControl`. RendezvousError (retryable) while the lease of the one before is not over."""
+    async def admit(
+        self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken, alive_within_s: float
+    ) -> bool:
+        """See `StoreControl`. RendezvousError (retryable) while the lease of the one before is not over, or somebody's
+        life is not known."""
         me = incarnation
         try:
             is_admitted = await self._connected().admit(
-                uid, me.epoch, me.rank, me.token, instead_of=instead_of
+                uid, me.epoch, me.rank, me.token, instead_of=instead_of, alive_within_s=alive_within_s
             )
         except (FencedError, ConflictError) as error:
             _log.warning("rank %s cannot start again alone: %s", me.rank, error)
             return False
         if not is_admitted:
-            raise RendezvousError(f"The lease of rank {me.rank}'s life before is not over yet.")
+            raise RendezvousError(
+                f"The lease of rank {me.rank}'s life before is not over yet, or not every rank has shown that it lives."
+            )
         return True
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:

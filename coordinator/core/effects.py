@@ -119,10 +119,14 @@ class RevokeMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitMember:
-    """Have the store let this incarnation through the open barrier, in place of one that is over, or learn why not."""
+    """Have the store let this incarnation through the open barrier, in place of one that is over, or learn why not.
+
+    `alive_since` (the coordinator's monotonic clock): first every other rank has to be known to have lived after that.
+    """
 
     incarnation: Incarnation
     instead_of: IncarnationToken
+    alive_since: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

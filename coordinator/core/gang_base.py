@@ -119,6 +119,8 @@ class GangBase:
         """How often a rank's trouble with its checkpoints was told in this epoch."""
         self._failed_at: float | None = None
         """When the epoch's first failure was heard, on the monotonic clock of this coordinator's life."""
+        self._lone_since: dict[Rank, float] = {}
+        """When it was heard last of each rank that it had failed alone; after a crash, when that was found."""
         self._silence: StoreSilence | None = None
         """The last time in which this coordinator heard nothing of the store."""
         self._unrenewed: dict[Rank, float] = {}

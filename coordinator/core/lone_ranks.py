@@ -84,6 +84,7 @@ class LoneRanks(Ending):
     def _stop_alone(self, failure: Failure, member: MemberRecord) -> None:
         """The rank has failed, or a coordinator that was restarted finds that it has."""
         delay_s = recovery.lone_delay_s(self.gang.restarts)
+        self._lone_since[failure.rank] = self._now.mono
         self._due.lone[failure.rank] = self._now.mono + delay_s
         self._due.healthy = None
         sentence = f"Rank {failure.rank} starts again alone in {delay_s:g} s; the others go on."
@@ -114,7 +115,10 @@ class LoneRanks(Ending):
     def _call(self, member: MemberRecord) -> AdmitMember | OrderMember:
         """Its admission until the store has said yes, its order from then on."""
         if member.instead_of is not None and self._failure_before(member) is not None:
-            return AdmitMember(incarnation=member.incarnation, instead_of=member.instead_of)
+            since = self._lone_since.get(member.rank, self._now.mono)
+            return AdmitMember(
+                incarnation=member.incarnation, instead_of=member.instead_of, alive_since=since
+            )
         return self._order(member)
 
     def _failure_before(self, member: MemberRecord) -> Failure | None:

@@ -13,7 +13,8 @@ Rules of this file:
    by itself while every rank ran, it complains about no peer and was not taken down with its machine, it is not rank 0
    (which hosts the rendezvous), and its launcher has no store for all ranks. Anything else is the gang's.
 7. Nothing is fenced then that could prove the others alive. So a rank waits until a machine that was silent when it
-   failed would have been declared lost (`LONE_WINDOW_S`), or as long as the pause of its kind is, whichever is more.
+   failed would have been declared lost (`LONE_WINDOW_S`), or as long as the pause of its kind is, whichever is more;
+   and the store admits it only when every other rank has shown that it lived after that failure.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import TypeVar, cast
 
 from mesh.errors import (
@@ -170,13 +171,15 @@ class StoreClient:
         token: IncarnationToken,
         *,
         instead_of: IncarnationToken,
+        alive_within_s: float = inf,
     ) -> bool:
         """Lets the incarnation through the open start barrier in place of one whose life is over.
 
-        False when the lease of `instead_of` is not over yet. ConflictError unless this store has opened the barrier,
-        and the rank's place there is `instead_of`'s.
+        False when the lease of `instead_of` is not over yet, or somebody else's life since then is not known (see
+        `messages.Admit`). ConflictError unless this store has opened the barrier, and the rank's place there is
+        `instead_of`'s.
         """
-        request = ms.Admit(0, gang, epoch, rank, token, instead_of)
+        request = ms.Admit(0, gang, epoch, rank, token, instead_of, alive_within_s)
         return bool((await self._ask(request, ms.Number)).value)
 
     async def expire(

@@ -16,6 +16,8 @@ Rules of this file:
 
 from __future__ import annotations
 
+from math import inf
+
 from mesh.ids import IncarnationToken, Rank
 from mesh.reasons import Reason
 from mesh.store import messages as ms
@@ -82,7 +84,7 @@ def revoke(
     return outputs
 
 
-def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId, _now: float) -> list[Output]:
+def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId, now: float) -> list[Output]:
     rank, token, limits = request.rank, request.token, books.limits
     start = gang.barriers.get(ms.START_BARRIER)
     reply: ms.Reply = ms.Number(request.id, 1)
@@ -97,12 +99,23 @@ def admit(books: Books, gang: Gang, request: ms.Admit, connection: ConnectionId,
             reply = _conflict(request, "the rank is another incarnation's")
         elif gang.is_over(rank, token):
             reply = _conflict(request, "this incarnation is over")
-        elif not gang.is_over(rank, present):
+        elif not gang.is_over(rank, present) or not _others_live(gang, rank, now - request.alive_within_s):
             reply = ms.Number(request.id, 0)
         else:
             gang.admitted[rank] = token
             gang.ended[rank] = {present}
     return [(connection, reply)]
+
+
+def _others_live(gang: Gang, rank: Rank, since: float) -> bool:
+    """Every other rank that holds a lease is known to have lived after that moment.
+
+    Of one that was lost the coordinator hears before it hears of the admission; and one that had succeeded may be lost.
+    """
+    if since == -inf:
+        return True
+    others = (lease for other, lease in gang.leases.items() if other != rank)
+    return all(lease.alive_at is not None and lease.alive_at > since for lease in others)
 
 
 def expire(

@@ -110,9 +110,11 @@ class Admit(NamedTuple):
     """The open start barrier lets this incarnation through in place of `instead_of`, whose life is over.
 
     The one exception to "a new incarnation needs a new epoch". Answered with Number: 1, the second time too, or 0 when
-    the lease of `instead_of` is not over yet; then nothing was changed. Refused (Conflict) unless this store has opened
-    the barrier and `instead_of` is whose the rank's place there is. What was admitted takes a lease and arrives as any
-    other, and is answered at once with the opening's payloads, unless the barrier has been closed.
+    the lease of `instead_of` is not over yet, or not every other holder of a lease is known to have lived
+    `alive_within_s` ago or later (seconds; see LeaseLapsed; infinite: whoever is there); then nothing was changed.
+    Refused (Conflict) unless this store has opened the barrier and `instead_of` is whose the rank's place there is.
+    What was admitted takes a lease and arrives as any other, and is answered at once with the opening's payloads, unless the
+    barrier has been closed.
     """
 
     id: int
@@ -121,6 +123,7 @@ class Admit(NamedTuple):
     rank: Rank
     token: IncarnationToken
     instead_of: IncarnationToken
+    alive_within_s: float
 
 
 class Expire(NamedTuple):

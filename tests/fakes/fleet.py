@@ -146,7 +146,9 @@ class FakeStore:
     async def close_barrier(self, uid: RunUid, epoch: Epoch) -> bool:
         return (uid, epoch) in self.opened
 
-    async def admit(self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken) -> bool:
+    async def admit(
+        self, uid: RunUid, incarnation: Incarnation, *, instead_of: IncarnationToken, alive_within_s: float
+    ) -> bool:
         self.admitted.append((incarnation, instead_of))
         return True
 

@@ -34,7 +34,7 @@ requests = st.one_of(
         st.lists(st.tuples(ranks, tokens), max_size=2).map(tuple),
     ),
     st.builds(ms.Revoke, ids, uids, epochs, ranks, tokens),
-    st.builds(ms.Admit, ids, uids, epochs, ranks, tokens, tokens),
+    st.builds(ms.Admit, ids, uids, epochs, ranks, tokens, tokens, st.floats(0, 600)),
     st.builds(ms.Expire, ids, uids, epochs, ranks, tokens, durations, durations),
     st.builds(ms.GrantLease, ids, uids, epochs, ranks, tokens, durations, durations),
     st.builds(ms.Arrive, ids, uids, epochs, ranks, tokens, texts, values),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -106,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         present = self.state.books.gangs[gang].admitted.get(rank) if gang in self.floors else None
         instead_of = present if present is not None and goes_on else instead_of
         token = IncarnationToken(f"admitted {self.next_id}")
-        ((_, reply),) = self.ask(ADMIN, ms.Admit, gang, epoch, rank, token, instead_of)
+        ((_, reply),) = self.ask(ADMIN, ms.Admit, gang, epoch, rank, token, instead_of, inf)
         if isinstance(reply, ms.Number) and reply.value:
             assert (gang, epoch) in self.opened, "admitted to a barrier that has not opened"
             assert (gang, epoch, rank, instead_of) in self.over, "admitted beside a life that goes on"

@@ -371,7 +371,9 @@ class SimCoordinator:
         self.tell(uid, ev.MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed))
 
     def _admit(self, uid: RunUid, effect: do.AdmitMember) -> Step[None]:
-        admitting = lambda: self.line.admit(effect.incarnation, effect.instead_of)  # noqa: E731
+        admitting = lambda: self.line.admit(  # noqa: E731
+            effect.incarnation, effect.instead_of, effect.alive_since
+        )
         is_admitted = yield from self._insist_on(admitting)
         self.tell(uid, ev.MemberAdmitted(incarnation=effect.incarnation, is_admitted=is_admitted))
 

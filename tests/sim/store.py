@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
-_LOOKS_AT_LEASES = (ms.Arrive, ms.GrantLease, ms.Snapshot)
+_LOOKS_AT_LEASES = (ms.Arrive, ms.GrantLease, ms.Admit, ms.Snapshot)
 
 
 class SimStore:

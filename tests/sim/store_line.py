@@ -196,13 +196,14 @@ class StoreLine:
             self._trust.heard(ev.LeaseGone(incarnation=me))
         return is_over
 
-    def admit(self, incarnation: Incarnation, instead_of: IncarnationToken) -> Step[bool]:
+    def admit(self, incarnation: Incarnation, instead_of: IncarnationToken, alive_since: float) -> Step[bool]:
         me = incarnation
-        reply = yield self.ask(ms.Admit, me.run_uid, me.epoch, me.rank, me.token, instead_of)
+        within_s = self.world.now - alive_since
+        reply = yield self.ask(ms.Admit, me.run_uid, me.epoch, me.rank, me.token, instead_of, within_s)
         if _is_stale(reply) or _is_conflict(reply):
             return False
         if not _answer(reply).value:
-            raise Down  # the one before is not over yet
+            raise Down  # the one before is not over yet, or not everybody is known to live
         return True
 
     def forget(self, uid: RunUid) -> Step[None]:

@@ -493,9 +493,9 @@ MUTANTS = (
         policy=FailurePolicy.RESTART_RANK,
     ),
     Mutant(
-        name="rank restarted without waiting",
+        name="rank restarted without proof of the others' lives",
         caught_by="^blame: rank . starts again alone",
-        patches=((recovery, "LONE_WINDOW_S", 0.0),),
+        patches=((recovery, "LONE_WINDOW_S", 0.0), (leases, "_others_live", lambda *_: True)),
         faults=mostly({Incident.MACHINE_LOST: 1}, incidents_in=(RunState.RUNNING,), exit_badly=0.7),
         policy=FailurePolicy.RESTART_RANK,
     ),

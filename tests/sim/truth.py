@@ -47,6 +47,8 @@ class Truth:
         self._deaths: dict[tuple[RunUid, Epoch], list[tuple[float, Rank, str]]] = {}
         """Commands that did not end well: when, of which rank, and how: by itself, by a peer, or taken along."""
         self._by_itself: set[Incarnation] = set()
+        self._said_lost: set[Incarnation] = set()
+        """Members that the store has declared lost."""
         self._lost_seats: dict[tuple[RunUid, Rank], MachineName] = {}
         self._has_no_other: set[RunUid] = set()
         self._fruitless: dict[RunUid, int] = {}
@@ -217,6 +219,8 @@ class Truth:
 
     def lease_lapsed(self, keeper: SimKeeper | None) -> None:
         """Declared lost: was there any reason to?"""
+        if keeper is not None:
+            self._said_lost.add(keeper.incarnation)
         if keeper is None or keeper.is_over or keeper.machine.troubled_until >= self.world.now:
             return
         raise Violation("9: a healthy member was declared lost")
@@ -233,12 +237,11 @@ class Truth:
 
     def rank_admitted(self, message: ms.Admit) -> None:
         """A rank is let in alone, as if nothing but its own command had failed."""
-        if self.world.store.had_trouble or self.world.incidents.has_delayed_news:
-            return  # a lapse may be late for reasons of its own
         deaths = self._deaths.get((message.gang, message.epoch), [])
         failed_at = max((at for at, rank, _ in deaths if rank == message.rank), default=0.0)
-        for at, rank, how in deaths:
-            if rank != message.rank and how == _MACHINE_LOST and at < failed_at:
+        told = {me.rank for me in self._said_lost if (me.run_uid, me.epoch) == (message.gang, message.epoch)}
+        for at, rank, how in deaths:  # the coordinator hears of a lapse before it hears of the admission
+            if rank != message.rank and how == _MACHINE_LOST and at < failed_at and rank not in told:
                 raise Violation(f"blame: rank {message.rank} starts again alone, rank {rank} was lost before")
 
     # ---- machines ---------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from mesh.ids import Rank
 from mesh.reasons import Reason
 from mesh.store import messages as ms
@@ -29,8 +31,11 @@ def opened() -> Store:
     return store
 
 
-def admit(store: Store, life: str, *, instead_of: str, rank: int = 1, epoch: int = 1) -> list[Output]:
-    return store.ask(ADMIN, ms.Admit, GANG, epoch, Rank(rank), token(rank, life), token(rank, instead_of))
+def admit(
+    store: Store, life: str, *, instead_of: str, rank: int = 1, epoch: int = 1, alive_within_s: float = inf
+) -> list[Output]:
+    names = token(rank, life), token(rank, instead_of)
+    return store.ask(ADMIN, ms.Admit, GANG, epoch, Rank(rank), *names, alive_within_s)
 
 
 def release(store: Store, rank: int, life: str = "a") -> None:
@@ -119,3 +124,25 @@ def test_ranks_epochs_and_stores_that_do_not_know_are_refused() -> None:
     assert reason(admit(store, "b", instead_of="a", epoch=E2)) is Reason.UNKNOWN_GANG
     store.ask(ADMIN, ms.SetFloor, GANG, E2, 2)
     assert reason(admit(store, "b", instead_of="a")) is Reason.STALE_EPOCH
+
+
+def test_nobody_is_admitted_before_every_other_rank_has_shown_that_it_lives() -> None:
+    """A machine that was silent when the rank failed may be why: its lease tells, or its next renewal."""
+    store = opened()
+    store.now += 1.0
+    store.lease(FIRST, 0)
+    assert number(admit(store, "b", instead_of="a", alive_within_s=0.9)) == 0, (
+        "that renewal may have travelled long"
+    )
+    store.now += 0.5
+    store.lease(FIRST, 0)
+    assert number(admit(store, "b", instead_of="a", alive_within_s=0.4)) == 0
+    assert number(admit(store, "b", instead_of="a", alive_within_s=0.6)) == 1
+    store.now += 0.5
+    assert number(admit(store, "b", instead_of="a", alive_within_s=0.1)) == 1, "once admitted, admitted"
+
+
+def test_who_has_ended_and_given_its_lease_back_need_not_live() -> None:
+    store = opened()
+    release(store, 0)
+    assert number(admit(store, "b", instead_of="a", alive_within_s=0.1)) == 1

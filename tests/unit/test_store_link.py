@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -449,9 +450,12 @@ async def test_a_rank_is_admitted_once_its_life_before_is_over(store: ListeningS
         await lease(client, 1)
         await asyncio.gather(arrive(client, 0), arrive(client, 1))
         with pytest.raises(RendezvousError, match="not over yet"):
-            await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token)
+            await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token, alive_within_s=inf)
         await client.release_lease(UID, EPOCH, Rank(1), incarnation(1).token)
-        assert await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token) is True
+        assert (
+            await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token, alive_within_s=inf)
+            is True
+        )
         await lease(client, 1, "u")
         await arrive(client, 1, "u")
 
@@ -459,7 +463,10 @@ async def test_a_rank_is_admitted_once_its_life_before_is_over(store: ListeningS
 async def test_a_store_that_has_not_seen_the_opening_admits_nobody(store: ListeningStore) -> None:
     async with Line(store, Ears(gang_of(MemberPhase.STARTED, barrier_open=True))) as link:
         await insist(link, is_new=False)
-        assert await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token) is False
+        assert (
+            await link.admit(UID, incarnation(1, "u"), instead_of=incarnation(1).token, alive_within_s=inf)
+            is False
+        )
 
 
 # ---- the store's silence ------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ REQUESTS: list[ms.Request] = [
     ms.Arrive(12, GANG, E1, R0, TOKEN, "start", b"\x00"), ms.Get(13, GANG, E1, "k"), ms.Set(14, b"", GANG, E1, "k"),
     ms.Add(15, GANG, E1, "k", -(2**63)), ms.Wait(16, GANG, E1, ("a", "b")),
     ms.CompareAndSet(17, GANG, E1, "k", None, b"v"), ms.Delete(18, GANG, E1, "k"),
-    ms.Revoke(19, GANG, E1, R0, TOKEN), ms.Admit(20, GANG, E1, R0, TOKEN, IncarnationToken("s")),
+    ms.Revoke(19, GANG, E1, R0, TOKEN), ms.Admit(20, GANG, E1, R0, TOKEN, IncarnationToken("s"), 1.5),
     ms.Expire(21, GANG, E1, R0, TOKEN, 3.0, 0.3),
 ]  # fmt: skip
 MESSAGES: list[ms.Message] = [
