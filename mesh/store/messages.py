@@ -113,8 +113,8 @@ class Admit(NamedTuple):
     the lease of `instead_of` is not over yet, or not every other holder of a lease is known to have lived
     `alive_within_s` ago or later (seconds; see LeaseLapsed; infinite: whoever is there); then nothing was changed.
     Refused (Conflict) unless this store has opened the barrier and `instead_of` is whose the rank's place there is.
-    What was admitted takes a lease and arrives as any other, and is answered at once with the opening's payloads, unless the
-    barrier has been closed.
+    What was admitted takes a lease and arrives as any other, and is answered at once with the opening's payloads,
+    unless the barrier has been closed.
     """
 
     id: int
