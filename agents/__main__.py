@@ -117,6 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mesh.errors import MeshError
 
     options = build_parser().parse_args(arguments)
+    if arguments is None and options.command == "join" and _is_mesh(options):
+        from agents import machine_shim
+
+        machine_shim.load()  # may start this process anew
     tell = _teller(getattr(options, "ready_fd", None))
     try:
         if options.command == "leave":
@@ -131,6 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _is_mesh(options: argparse.Namespace) -> bool:
+    return not options.head.startswith("http://") and options.address is None
+
+
 def _join(options: argparse.Namespace, tell: Any) -> int:
     from agents.join import Way, run
     from agents.join_options import checked_grace, read_labels
@@ -140,7 +148,7 @@ def _join(options: argparse.Namespace, tell: Any) -> int:
     token = _read_token(options.token_file)
     original = dict(os.environ)
     labels, grace_s = read_labels(options.label), checked_grace(options.grace)
-    is_plain = options.head.startswith("http://") or options.address is not None
+    is_plain = not _is_mesh(options)
     way: Way
     if is_plain:
         from agents.join_plain import JoinSettings, PlainWay

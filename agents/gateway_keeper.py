@@ -50,6 +50,8 @@ class GatewayPlan:
     listen: Sequence[str]
     closed: tuple[int, int]
     """Ray's ports here: only the mesh leads to them."""
+    is_shimmed: bool = False
+    """Programs here reach it by the shim; no rules then, and no ports that they close."""
     environment: Mapping[str, str]
     log: Path
 
@@ -62,7 +64,7 @@ class GatewayPlan:
             *(sys.executable, "-P", "-m", "agents.gateway", "--folder", str(self.folder)),
             *("--deployment", self.deployment, "--machine", self.machine),
             *(part for address in self.listen for part in ("--listen", address)),
-            *("--closed", f"{self.closed[0]}-{self.closed[1]}"),
+            *(("--shim",) if self.is_shimmed else ("--closed", f"{self.closed[0]}-{self.closed[1]}")),
         ]
 
 

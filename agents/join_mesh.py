@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agents import machine_shim
 from agents.gateway_keeper import GatewayKeeper, GatewayPlan
 from agents.gateway_wire import Offer, Revoke, SetIdentity, SetLocal, SetMachines, SetRelays
 from agents.gpus import Gpus, find_gpus
@@ -33,7 +34,7 @@ from agents.machine_state import MachineState
 from agents.mesh_ports import MeshPorts, free_ports
 from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL
 from mesh import __version__
-from mesh.errors import AuthenticationError, ConflictError, DeploymentError, MeshError, SpecError
+from mesh.errors import AuthenticationError, ConflictError, MeshError, SpecError
 from mesh.http_transport import HttpTransport
 from mesh.ids import MachineName
 from mesh.net import firewall, redirect
@@ -50,6 +51,7 @@ from mesh.net.paths import (
 )
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, Revocations
+from mesh.net.shim.library import ShimPlace
 from mesh.net.tls import Credentials
 from mesh.net.tokens import JoinToken
 from mesh.reasons import Reason
@@ -118,7 +120,7 @@ class MeshWay:
     # ---- entering ---------------------------------------------------------------------------------
 
     async def enter(self) -> Terms:
-        _check_rights()
+        machine_shim.check()
         if self._ports is None:
             self._ports = free_ports()
             self._gpus = await asyncio.to_thread(find_gpus)
@@ -221,6 +223,7 @@ class MeshWay:
 
     async def _open_gateway(self, life: _Life, news: Mapping[str, Any], *, deployment: str) -> GatewayKeeper:
         assert self._ports is not None
+        lacking = machine_shim.why_no_redirect()
         host, port = self._settings.listen
         plan = GatewayPlan(
             folder=self._state.gateway,
@@ -228,17 +231,34 @@ class MeshWay:
             machine=life.name,
             listen=(f"[{host}]:{port}" if ":" in host else f"{host}:{port}",),
             closed=(self._ports.first, self._ports.last),
-            environment=dict(os.environ),
+            is_shimmed=lacking is not None,
+            environment=machine_shim.without(os.environ),
             log=self._state.path / "gateway.log",
         )
         self._gateway = gateway = GatewayKeeper(plan)
         await gateway.start()
+        if lacking is not None:
+            self._take_shim(life, deployment=deployment, lacking=lacking)
         await asyncio.to_thread(firewall.sweep, deployment)  # of members that an earlier life left behind
         await self._tell_identity(life, gateway)
         await gateway.tell(SetLocal(addresses=member_overlay(life.number)))
         await self._tell_news(gateway, news)
         await gateway.tell(Offer(ports=self._ports.offered, deliver_to=(machine_overlay(life.number)[0],)))
         return gateway
+
+    def _take_shim(self, life: _Life, *, deployment: str, lacking: str) -> None:
+        assert self._ports is not None
+        _log.warning(
+            "No nftables (%s): programs here reach the overlay by a library that is preloaded. Ray's ports, %d to %d, "
+            "are open to whoever reaches this machine; only the cluster's token guards them.",
+            *(lacking, self._ports.first, self._ports.last),
+        )
+        place = ShimPlace(
+            gateway_folder=self._state.gateway,
+            device=redirect.device_name(deployment),
+            addresses=(*machine_overlay(life.number), *member_overlay(life.number)),
+        )
+        machine_shim.take(place)
 
     async def _ask_reach(self, life: _Life, gateway: GatewayKeeper) -> list[Any]:
         """Where the head can dial this machine: perhaps nowhere."""
@@ -405,20 +425,6 @@ class MeshWay:
         if gateway is not None:
             await gateway.stop()
         self._life = None
-
-
-def _check_rights() -> None:
-    """Raises DeploymentError, which says what is missing."""
-    lacking = redirect.why_not()
-    if os.geteuid() != 0:
-        lacking = "the agent does not run as root" + (f"; {lacking}" if lacking else "")
-    if lacking:
-        raise DeploymentError(
-            f"This machine cannot carry the mesh: {lacking}.",
-            hint="It needs root (CAP_NET_ADMIN), the programs nft and ip (packages nftables, iproute2) and a kernel "
-            "with nf_tables.",
-            reason=Reason.FORBIDDEN,
-        )
 
 
 def read_settings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from agents import machine_shim
 from agents.core import effects as do
 from agents.core import events as ev
 from agents.launcher.base import LaunchSpec
@@ -14,18 +15,28 @@ from mesh.contract import clean_base_environment, rank_environment
 from mesh.errors import MeshError
 from mesh.ids import Incarnation
 from mesh.reasons import Reason
+from mesh.states import Transport
+
+OVERLAY_PATHS = frozenset({Transport.DIRECT, Transport.RELAYED})
 
 
 def launch_spec(
-    launch: do.LaunchCommand, opened: OpenPath, *, folders: Folders, base: Mapping[str, str]
+    launch: do.LaunchCommand,
+    opened: OpenPath,
+    *,
+    folders: Folders,
+    base: Mapping[str, str],
+    machine: Mapping[str, str],
 ) -> LaunchSpec:
     """The command with its environment: the machine owner's, the user's, the contract's.
 
     Args:
         base: the environment that the machine's owner gave its agent.
+        machine: the environment of the machine's own processes.
 
     Raises:
         ValueError: the barrier gave what is no contract.
+        DeploymentError: the overlay needs the shim here, and there is none.
     """
     order = launch.order
     plan = order.plan
@@ -42,11 +53,14 @@ def launch_spec(
     working_dir = plan.working_dir or str(folders.state)
     cleaned = clean_base_environment(base)
     cleaned.pop("OLDPWD", None)
+    environment = {**cleaned, "PWD": working_dir, **contract}
+    if opened.taken.transport in OVERLAY_PATHS:
+        environment |= machine_shim.of_command(environment, machine=machine, address=opened.taken.address)
     return LaunchSpec(
         incarnation=launch.incarnation,
         launcher=plan.launcher,
         argv=plan.command,
-        env={**cleaned, "PWD": working_dir, **contract},
+        env=environment,
         working_dir=working_dir,
         spool_dir=str(folders.spool),
         error_file=str(folders.error_file),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
@@ -326,12 +327,15 @@ class Member:
             return
         try:
             spec = launch_spec(
-                effect, opened, folders=self._folders(incarnation), base=self._config.base_environment
+                effect,
+                opened,
+                folders=self._folders(incarnation),
+                base=self._config.base_environment,
+                machine=os.environ,
             )
-        except ValueError as error:
-            self._tell(
-                ev.CommandStartFailed(incarnation=incarnation, reason=Reason.PROTOCOL, message=str(error))
-            )
+        except (ValueError, MeshError) as error:
+            reason = error.reason if isinstance(error, MeshError) else Reason.PROTOCOL
+            self._tell(ev.CommandStartFailed(incarnation=incarnation, reason=reason, message=str(error)))
             return
         try:
             if self._warming is not None:

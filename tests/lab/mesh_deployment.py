@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,13 @@ class MeshLab(RealMesh):
         token: str | None = None,
         state: str | None = None,
         environment: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
     ) -> subprocess.Popen[Any]:
-        """`mesh join` on that host, in the foreground."""
+        """`mesh join` on that host, in the foreground, by what is put before it."""
         given = () if token is None else ("--token", token)
         with self.agent_log(host).open("ab") as log:
             process = host.start(
+                *before,
                 str(BIN / "mesh"),
                 *("join", self.head_url, "--state", str(self.folder / (state or host.name))),
                 *("--label", f"lab={host.name}", *given, *options),

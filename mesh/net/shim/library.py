@@ -36,6 +36,16 @@ class ShimPlace:
     addresses: tuple[str, ...]
 
 
+def read_place(text: str) -> ShimPlace:
+    """What a program was told, from the variable. Raises ValueError."""
+    version, device, addresses_text, table = text.split(";", 3)
+    if version != _VERSION:
+        raise ValueError(f"a shim's place of version {version[:20]!r}")
+    return ShimPlace(
+        gateway_folder=Path(table).parent, device=device, addresses=tuple(addresses_text.split(","))
+    )
+
+
 def missing() -> str | None:
     """Why there is no shim on this machine, and what to do; None when there is one."""
     if any(sign in str(LIBRARY) for sign in " :"):

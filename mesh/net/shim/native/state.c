@@ -69,19 +69,25 @@ static bool read_config(const char *text) {
 
 #define FIND(name) real.name = (__typeof__(real.name))dlsym(RTLD_NEXT, #name)
 
+/* Makes a program that has had the library since its start use it from now on, or tells it another place. For our own
+ * agent, which learns its place when it runs already. 0 when it was understood. */
+EXPORT int gangmesh_shim_take(const char *text) {
+  shim.mode = BROKEN;
+  memset(shim.self, 0, sizeof shim.self);
+  if (shim.library_path[0] != '\0' && read_config(text)) shim.mode = ON;
+  return shim.mode == ON ? 0 : -1;
+}
+
 __attribute__((constructor)) void begin(void) {
   if (real.connect != NULL) return;
   FIND(bind), FIND(accept), FIND(accept4), FIND(getsockname), FIND(getpeername);
   FIND(sendto), FIND(sendmsg), FIND(sendmmsg), FIND(getaddrinfo), FIND(getifaddrs), FIND(freeifaddrs);
   FIND(execve), FIND(execvpe), FIND(fexecve), FIND(execveat), FIND(posix_spawn), FIND(posix_spawnp);
   FIND(connect);
-  const char *text = getenv(CONFIG_NAME);
-  if (text == NULL) return;
   Dl_info found;
-  shim.mode = BROKEN;
-  if (dladdr((void *)begin, &found) != 0 && strlen(found.dli_fname) < sizeof shim.library_path) {
+  if (dladdr((void *)begin, &found) != 0 && strlen(found.dli_fname) < sizeof shim.library_path)
     strcpy(shim.library_path, found.dli_fname);
-    if (read_config(text)) shim.mode = ON;
-  }
-  if (shim.mode == BROKEN) say("what " CONFIG_NAME " says cannot be used: overlay addresses are unreachable");
+  const char *text = getenv(CONFIG_NAME);
+  if (text != NULL && gangmesh_shim_take(text) != 0)
+    say("what " CONFIG_NAME " says cannot be used: overlay addresses are unreachable");
 }
