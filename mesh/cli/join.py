@@ -93,9 +93,9 @@ def join(
 ) -> None:
     """Lets this machine join a deployment elsewhere, through one port of its head, until Ctrl-C or SIGTERM.
 
-    Only outbound connections are needed. As root, with nftables, every program reaches its peers; without, those that are
-    linked with the GNU C library dynamically. A machine that has joined before comes back without a token; `mesh leave`
-    ends that.
+    Only outbound connections are needed. As root, with nftables, every program reaches its peers; without, only one
+    that is linked dynamically with the GNU C library. A machine that has joined before comes back without a token;
+    `mesh leave` ends that.
     """
     options: dict[str, str | None] = {
         "--head": head,
