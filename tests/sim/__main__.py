@@ -1,7 +1,7 @@
 """`python -m tests.sim`: many more lives than a test run has time for, or one of them step by step.
 
-python -m tests.sim [--seeds 1000000] [--first 0] [--jobs 2]
-python -m tests.sim --seed 4711
+python -m tests.sim [--seeds 1000000] [--first 0] [--jobs 2] [--troubled]
+python -m tests.sim --seed 4711 [--troubled]
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import starmap
 
-from tests.sim.faults import shape_of
+from mesh.states import FailurePolicy
+from tests.sim.faults import TROUBLED, shape_of
 from tests.sim.truth import Violation
 from tests.sim.world import World
 
@@ -40,10 +41,11 @@ class Tally:
     """The first of those that broke: at most `TOLD_MAX`."""
     cpu_s: float = 0.0
 
-    def note_broken(self, seed: int, why: str) -> None:
+    def note_broken(self, seed: int, why: str, is_troubled: bool) -> None:
         self.broken += 1
         if len(self.told) < TOLD_MAX:
-            self.told.append(f'seed {seed}: {why}\n  repeat it: make sim S="--seed {seed}"')
+            options = f"--seed {seed}" + (" --troubled" if is_troubled else "")
+            self.told.append(f'seed {seed}: {why}\n  repeat it: make sim S="{options}"')
 
     def add(self, other: Tally) -> None:
         self.worlds += other.worlds
@@ -60,17 +62,36 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1_000_000, help="how many worlds (default 1,000,000)")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="tell one life, step by step")
+    parser.add_argument("--troubled", action="store_true", help="lives in which much more goes wrong")
     cpus = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cpus, help=f"processes (default {cpus}, one per CPU)")
     options = parser.parse_args()
     if options.seed is not None:
-        return tell(options.seed)
-    return live(options.first, options.seeds, max(1, options.jobs))
+        return tell(options.seed, options.troubled)
+    return live(options.first, options.seeds, max(1, options.jobs), options.troubled)
 
 
-def tell(seed: int) -> int:
+def world_of(seed: int, is_troubled: bool) -> World:
+    """The world that a seed means."""
+    shape = shape_of(seed)
+    if not is_troubled:
+        return World(seed, **shape)
+    nodes = (2, 3, 4, 5)[seed // 7 % 4]
+    return World(
+        seed,
+        gangs=shape["gangs"],
+        nodes=nodes,
+        machines=nodes + seed // 3 % 4,
+        saves=shape["saves"],
+        faults=TROUBLED[seed % len(TROUBLED)],
+        policy=(None, *FailurePolicy)[seed // 5 % (1 + len(FailurePolicy))],
+        max_restarts=(3, 8)[seed % 2],
+    )
+
+
+def tell(seed: int, is_troubled: bool) -> int:
     """One life with its story."""
-    world = World(seed, **shape_of(seed))
+    world = world_of(seed, is_troubled)
     world.keeps_log = True
     try:
         world.run()
@@ -83,19 +104,19 @@ def tell(seed: int) -> int:
     return 0
 
 
-def lives(first: int, last: int) -> Tally:
+def lives(first: int, last: int, is_troubled: bool) -> Tally:
     """Some lives; every broken one is noted."""
     tally = Tally()
     started = time.process_time()
     for seed in range(first, last):
         tally.worlds += 1
         try:
-            world = World(seed, **shape_of(seed)).run()
+            world = world_of(seed, is_troubled).run()
         except Violation as violation:
-            tally.note_broken(seed, str(violation))
+            tally.note_broken(seed, str(violation), is_troubled)
             continue
         except Exception as error:  # noqa: BLE001 - whatever a life dies of is what was looked for
-            tally.note_broken(seed, f"{type(error).__name__}: {error}")
+            tally.note_broken(seed, f"{type(error).__name__}: {error}", is_troubled)
             continue
         tally.ends.update(str(state) for state in world.final_states().values())
         tally.happened.update(str(kind) for kind, _ in world.incidents.seen.elements())
@@ -110,10 +131,11 @@ def lives(first: int, last: int) -> Tally:
     return tally
 
 
-def live(first: int, seeds: int, jobs: int) -> int:
+def live(first: int, seeds: int, jobs: int, is_troubled: bool) -> int:
     """Many lives, on several processes."""
     started = told_at = time.perf_counter()
-    chunks = [(at, min(at + CHUNK, first + seeds)) for at in range(first, first + seeds, CHUNK)]
+    starts = range(first, first + seeds, CHUNK)
+    chunks = [(at, min(at + CHUNK, first + seeds), is_troubled) for at in starts]
     total = Tally()
     for tally in _all_lives(chunks, jobs):
         for told in tally.told[: TOLD_MAX - len(total.told)]:
@@ -132,7 +154,7 @@ def live(first: int, seeds: int, jobs: int) -> int:
     return 1 if total.broken else 0
 
 
-def _all_lives(chunks: list[tuple[int, int]], jobs: int) -> Iterator[Tally]:
+def _all_lives(chunks: list[tuple[int, int, bool]], jobs: int) -> Iterator[Tally]:
     """One tally per chunk, in their order."""
     if jobs == 1:
         yield from starmap(lives, chunks)

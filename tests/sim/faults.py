@@ -113,6 +113,53 @@ def only(*incidents: Incident, at_most: int = 3) -> Faults:
     return replace(NO_FAULTS, incidents=dict.fromkeys(incidents, 1), incidents_max=at_most)
 
 
+_I = Incident
+TROUBLED = (
+    mostly(
+        {
+            _I.STORE_RESTARTED: 3, _I.MACHINE_FROZEN: 3, _I.COORDINATOR_CRASHED: 2, _I.STORE_LINE_CUT: 2,
+            _I.DISK_FULL: 1, _I.CUT_OFF: 1,
+        },
+        at_most=14,
+    ),
+    mostly(
+        {
+            _I.MEMBER_HUNG: 3, _I.AGENT_DIED: 3, _I.KEEPER_DIED: 2, _I.STORE_STALLED: 2, _I.MACHINE_LOST: 2,
+            _I.COORDINATOR_CRASHED: 1,
+        },
+        at_most=14,
+        exit_badly=0.3,
+    ),
+    mostly(
+        {
+            _I.RECLAIM: 4, _I.MACHINE_LOST: 3, _I.MACHINE_FROZEN: 2, _I.STORE_RESTARTED: 2, _I.CAPACITY_GONE: 1,
+            _I.CAPACITY_CAME: 2, _I.SUSPEND: 2, _I.RESUME: 2, _I.CANCEL: 1,
+        },
+        at_most=14,
+    ),
+    mostly(
+        {
+            _I.MACHINE_FROZEN: 2, _I.MACHINE_LOST: 2, _I.CUT_FROM_HEAD: 2, _I.CUT_FROM_STORE: 2, _I.STORE_RESTARTED: 2,
+            _I.STORE_STALLED: 2, _I.DISK_FULL: 1,
+        },
+        at_most=14,
+        never_arrives=0.1,
+        slow_preparation=0.1,
+        preparation_failure=0.1,
+        never_appears=0.1,
+    ),
+    mostly(
+        {
+            _I.SLOW_NETWORK: 4, _I.MACHINE_LOST: 3, _I.STORE_STALLED: 1, _I.STORE_RESTARTED: 1, _I.PROCESS_FAILED: 2,
+        },
+        at_most=12,
+        latency_s=0.05,
+    ),
+)  # fmt: skip
+"""Much more going wrong than usual, of kinds that meddle with each other: store and standing still, agents that say
+nothing, machines that come and go, assemblies, slow networks."""
+
+
 class Shape(TypedDict):
     """How big a world is."""
 
