@@ -12,7 +12,7 @@ Rules of this file:
 3. Each condition is something that the machines share. So the machines that are fit for a path together form clubs,
    and any of a club can be taken: that is why looking for a set needs no search.
 4. A label that is missing is a place like another one: who labels no machine has all of them in one place.
-5. One machine alone needs nobody to dial it.
+5. One machine alone needs nobody to dial it, and is not chosen for its paths.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ def best_set(
     The best path decides, then the order of the candidates.
     """
     total = nodes + len(beside)
+    if total == 1:
+        return (candidates[0],) if candidates else None
     order = {facts.machine: place for place, facts in enumerate(candidates)}
     for transport in BEST_FIRST:
         if _admits(policy, transport, of=total) is not None:

@@ -111,6 +111,7 @@ def test_the_best_path_decides_who_is_taken_then_the_order() -> None:
         found = best_set([*loose, *racked], nodes=nodes, beside=beside, policy=policy, scope=GLOBAL)
         return None if found is None else [facts.machine for facts in found]
 
+    assert names(1) == ["m1"]
     assert names(2) == ["m3", "m4"]
     assert names(3) == ["m3", "m4", "m5"]
     assert names(4) == ["m1", "m2", "m3", "m4"]

@@ -1,0 +1,129 @@
+"""Gangs over the mesh, as a user runs them: real Ray, real gateways, scripts that know nothing of either.
+
+The ghosts of an epoch that is over are programs that somebody has left on a machine: they dial its peers for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agents.gateway_wire import Counters
+from agents.overlay_line import ask
+from mesh.net import redirect
+from tests.e2e.real_mesh import wait_until
+from tests.lab.hosts import Host
+from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+GHOST = """
+import socket, sys, time
+while True:
+    try:
+        sock = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=15)
+        sock.sendall(b"from the grave")
+        print("heard" if sock.recv(100) else "ended", flush=True)
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+    time.sleep(0.3)
+"""
+TALK = """
+import os, socket, sys, time
+rank, at = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    listener = socket.create_server(("0.0.0.0", at[1]))
+    sock, _ = listener.accept()
+else:
+    while True:
+        try:
+            sock = socket.create_connection(at, timeout=20)
+            sock.sendall(b"hello")
+            assert sock.recv(100) == b"hello"
+            break
+        except OSError:
+            time.sleep(0.1)
+print("connected", os.environ["NODUS_GANG_EPOCH"], os.environ["NODUS_GANG_TRANSPORT"], flush=True)
+if rank:
+    while not os.path.exists(sys.argv[1]):
+        sock.sendall(b"word")
+        assert sock.recv(100), "connection closed by peer"
+        time.sleep(0.1)
+else:
+    while data := sock.recv(100):
+        sock.sendall(data)
+    assert os.path.exists(sys.argv[1]), "connection closed by peer"
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
+    lacking = redirect.why_not()
+    if lacking is not None:
+        pytest.skip(f"no redirect here: {lacking}")
+    with mesh_lab(tmp_path_factory.mktemp("gangs"), hosts=3) as made:
+        for host in made.hosts:
+            made.wall(host, f"tcp dport {MESH_PORT} accept")  # a provider's firewall with a single hole
+            made.join(host)
+        yield made
+
+
+def host_of(lab: MeshLab, run: dict[str, Any], rank: int) -> Host:
+    machine = run["status"]["ranks"][rank]["machine"]
+    [host] = [host for host in lab.hosts if lab.machine_on(host) == machine]
+    return host
+
+
+def refused_in(lab: MeshLab, host: Host) -> dict[str, int]:
+    """What others asked of the host's gateway in vain, by reason."""
+    argv = lab.gateway(host).cmdline()
+    folder = Path(argv[argv.index("--folder") + 1])
+    counters: Any = asyncio.run(ask(folder / "gateway.sock", Counters()))
+    return dict(counters["refused_in"])
+
+
+def test_a_machine_is_lost_the_next_epoch_runs_and_the_ghost_is_refused(lab: MeshLab) -> None:
+    done = lab.work / "done"
+    name = lab.submit("--nodes", "2", "--", sys.executable, "-c", TALK, str(done))
+    lab.wait_for_print(name, "connected 1 direct", 0, 1)
+    run = lab.run(name)
+    assert run["status"]["path"]["transport"] == "direct"
+    kept, lost = host_of(lab, run, 0), host_of(lab, run, 1)
+    peer = run["status"]["ranks"][0]["address"]
+
+    # All of the machine dies but its gateway, whose agent stands still, and a program that somebody has left there.
+    ghost = subprocess.Popen(
+        lab.inside(lost, sys.executable, "-c", GHOST, peer, "29500"), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        agent, gateway = lab.agent(lost), lab.gateway(lost)
+        agent.send_signal(signal.SIGSTOP)
+        for process in [p for p in agent.children(recursive=True) if p != gateway]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        lab.wait_for_print(name, "connected 2 direct", 0, 1)
+        again = lab.run(name)
+        assert host_of(lab, again, 0) == kept
+        assert again["status"]["epoch"] == 2
+        before = refused_in(lab, kept)
+        wait_until(lambda: refused_in(lab, kept) != before, "the ghost to be refused in epoch 2")
+        grown = {reason for reason, count in refused_in(lab, kept).items() if count != before.get(reason)}
+        assert grown <= {"StaleEpoch", "Revoked"}, grown
+    finally:
+        lost.shut_down()
+        ghost.kill()
+        said, _ = ghost.communicate()
+    assert "ConnectionResetError" in said.split(), said
+    assert "heard" not in said.split(), said
+    done.touch()
+    assert lab.ended(name)["status"]["state"] == "Succeeded"
+    assert "Path" in [event["kind"] for event in lab.events(name)]
