@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mesh.net import redirect
+from tests.e2e.real_mesh import wait_until
 from tests.lab.gateways import wiretap
 from tests.lab.hosts import Host
 from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
@@ -128,9 +129,9 @@ def test_public_in_the_clear_and_said_so(lab: MeshLab) -> None:
     with kept_busy(lab, 1):
         run = trained(lab, *ANYWHERE)
     assert (run["status"]["path"]["transport"], hosts_of(lab, run)) == ("public", {"m1", "m4"})
-    dry = lab.cli("run", "--dry-run", "--nodes", "2", *ANYWHERE, "--", "true").stdout
-    assert "PublicClearText" in dry
-    assert "RelayedLowBandwidth" in dry
+    dry = lab.cli("run", "--dry-run", "--nodes", "2", *ANYWHERE, "--", "true").stderr
+    for warning in ("WANBound", "PublicClearText", "RelayedLowBandwidth"):
+        assert warning in dry, dry
 
 
 def test_direct_is_ciphertext(lab: MeshLab) -> None:
@@ -145,15 +146,9 @@ def test_relayed_is_ciphertext_and_for_who_asks_for_it(lab: MeshLab) -> None:
         name = lab.submit("--nodes", "2", "--network", "global", "--", "true")
         lab.wait_for(name, "Pending")
         waits = "cannot be dialled by the others; transport Direct admits no relay, Auto does"
-        lab_waits(lab, name, waits)
+        wait_until(lambda: waits in lab.run(name)["status"]["message"], "the run to say why it waits")
         lab.cli("cancel", name)
         run = trained(lab, *ANYWHERE)
         assert (run["status"]["path"]["transport"], hosts_of(lab, run)) == ("relayed", {"m3", "m4"})
         for host in (lab.hosts[3], lab.head_host):
             assert ONES not in on_the_wire(lab, host, *ANYWHERE)
-
-
-def lab_waits(lab: MeshLab, name: str, words: str) -> None:
-    from tests.e2e.real_mesh import wait_until
-
-    wait_until(lambda: words in lab.run(name)["status"]["message"], f"{name} to say why it waits")
