@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, assert_never
+from typing import Any, Protocol, assert_never
 
 from coordinator.checkpoint_store import CheckpointStore, Lacking
 from coordinator.core.checkpoints import CleanCheckpointStore, CommitCheckpoint
 from coordinator.core.effects import (
     AdmitMember,
     Announcement,
+    CheckNetwork,
     CloseBarrier,
     DismissMember,
     ExpireLease,
@@ -51,6 +52,7 @@ from coordinator.core.events import (
     MemberAdmitted,
     MemberRevoked,
     MemberVanished,
+    NetworkChecked,
     Now,
     ReservationWaiting,
     ReservationWithdrawn,
@@ -60,19 +62,16 @@ from coordinator.core.gang import GangCore
 from coordinator.core.gang_record import record_of
 from coordinator.core.pace import HEAR_FIRST_S, has_stalled
 from coordinator.fleet import Fleet, MemberGoneError, Waiting
+from coordinator.insistence import RETRY_MAX_S, delays, discard, insist, insist_on
 from coordinator.journal import Journal
 from coordinator.machine_choice import shape_of
-from mesh.errors import MeshError, StorageError, TransportError
+from mesh.errors import StorageError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 
 INBOX_MAX = 1024
-RETRY_FIRST_S = 0.1
-RETRY_MAX_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class StoreControl(Protocol):
@@ -105,6 +104,9 @@ class StoreControl(Protocol):
     async def forget(self, uid: RunUid, epoch: Epoch) -> None: ...
 
 
+CheckingNetwork = Callable[[CheckNetwork], Awaitable[NetworkChecked]]
+
+
 def real_now() -> Now:
     """Both clocks, read together."""
     return Now(mono=time.monotonic(), wall=time.time())
@@ -125,6 +127,7 @@ class GangDriver:
         join_order: fills in what every member of this deployment is told besides its plan.
         on_events: called after announcements became durable.
         checkpoints: where members keep theirs; None where none are kept, and then nobody wishes for one.
+        check_network: raises nothing; None where cores have nothing checked.
     """
 
     def __init__(
@@ -137,10 +140,12 @@ class GangDriver:
         join_order: Callable[[GangCore, OrderMember], JoinOrder],
         on_events: Callable[[], None],
         checkpoints: CheckpointStore | None = None,
+        check_network: CheckingNetwork | None = None,
         now: Callable[[], Now] = real_now,
     ) -> None:
         self.core = core
         self._checkpoints = checkpoints
+        self._check_network = check_network
         self._journal = journal
         self._fleet = fleet
         self._store = store
@@ -247,7 +252,7 @@ class GangDriver:
     async def _persist(self, announcements: list[Announcement]) -> None:
         record = record_of(self.core.gang)
         at = self._now().wall
-        for delay_s in _delays():
+        for delay_s in delays():
             try:
                 await self._journal.commit(self.uid, record, announcements, at)
             except StorageError as error:
@@ -276,13 +281,17 @@ class GangDriver:
                 self._stop_all("forget")
                 self._start(
                     ("open", effect.epoch),
-                    _persist_in(
+                    insist_on(
                         lambda: self._store.open_epoch(
                             self.uid, effect.epoch, effect.size, is_new=effect.is_new
                         )
                     ),
                 )
+            case CheckNetwork():
+                self._stop_all("check")  # of an assembly that is over
+                self._start(("check", effect.number), self._check(effect))
             case CloseBarrier():
+                self._stop_all("check")
                 self._start(("close", effect.epoch), self._close_barrier(effect))
             case OrderMember():
                 self._start(("order", effect.incarnation), self._order(effect))
@@ -309,13 +318,13 @@ class GangDriver:
                 self._stop(("lost part", effect.incarnation))
                 self._start(
                     ("dismiss", effect.incarnation),
-                    _persist_in(lambda: self._fleet.dismiss(effect.incarnation)),
+                    insist_on(lambda: self._fleet.dismiss(effect.incarnation)),
                 )
             case ForgetGang():
                 # The store will not know the gang any more: what is still asked of it would be asked for ever.
                 self._stop_all("open", "close", "revoke", "expire", "admit")
                 self._start(
-                    ("forget", effect.epoch), _persist_in(lambda: self._store.forget(self.uid, effect.epoch))
+                    ("forget", effect.epoch), insist_on(lambda: self._store.forget(self.uid, effect.epoch))
                 )
             case Persist():
                 raise AssertionError("handled before")
@@ -337,7 +346,7 @@ class GangDriver:
             case CleanCheckpointStore() if store is not None:
                 self._stop(("clean", "checkpoints"))
                 self._start(
-                    ("clean", "checkpoints"), _persist_in(lambda: _discard(store.clean(self.uid, effect)))
+                    ("clean", "checkpoints"), insist_on(lambda: discard(store.clean(self.uid, effect)))
                 )
 
     async def _tell_about_part(self, effect: TellAboutPart) -> None:
@@ -345,10 +354,10 @@ class GangDriver:
             incarnation=effect.incarnation, digest=effect.digest, question=effect.question
         )
         with suppress(MemberGoneError):  # its lease will tell
-            await _insist(lambda: self._fleet.tell_about_part(order))
+            await insist(lambda: self._fleet.tell_about_part(order))
 
     async def _commit(self, store: CheckpointStore, wish: CommitCheckpoint) -> None:
-        done = await _insist(lambda: store.commit(self.uid, wish))
+        done = await insist(lambda: store.commit(self.uid, wish))
         event: GangEvent
         if isinstance(done, Lacking):
             event = CheckpointLacking(number=wish.number, parts=done.parts, message=done.message)
@@ -392,22 +401,26 @@ class GangDriver:
                 )
             )
 
-        placements = await _insist(
+        placements = await insist(
             lambda: self._fleet.reserve(self.uid, effect.reservation, shape, on_waiting=tell)
         )
         await self._inbox.put(
             _Letter(MachinesReserved(reservation=effect.reservation, placements=placements))
         )
 
+    async def _check(self, effect: CheckNetwork) -> None:
+        if self._check_network is not None:
+            await self._inbox.put(_Letter(await self._check_network(effect)))
+
     async def _withdraw(self, effect: WithdrawReservation) -> None:
-        await _insist(lambda: self._fleet.withdraw(self.uid, effect.reservation))
+        await insist(lambda: self._fleet.withdraw(self.uid, effect.reservation))
         await self._inbox.put(_Letter(ReservationWithdrawn(reservation=effect.reservation)))
 
     async def _release(self, effect: ReleaseMachine) -> None:
         dismissals = [task for key, task in self._tasks.items() if key[0] == "dismiss"]
         if dismissals:  # an actor that still ends would be cut off by the loss of its placement
             await asyncio.wait(dismissals, timeout=RETRY_MAX_S)
-        await _insist(
+        await insist(
             lambda: self._fleet.release(
                 self.uid, effect.reservation, effect.machine, is_clean=effect.is_clean
             )
@@ -417,11 +430,11 @@ class GangDriver:
         )
 
     async def _revoke(self, effect: RevokeMember) -> None:
-        has_passed = await _insist(lambda: self._store.revoke(self.uid, effect.incarnation))
+        has_passed = await insist(lambda: self._store.revoke(self.uid, effect.incarnation))
         await self._inbox.put(_Letter(MemberRevoked(incarnation=effect.incarnation, has_passed=has_passed)))
 
     async def _admit(self, effect: AdmitMember) -> None:
-        is_admitted = await _insist(
+        is_admitted = await insist(
             lambda: self._store.admit(
                 self.uid,
                 effect.incarnation,
@@ -434,7 +447,7 @@ class GangDriver:
         )
 
     async def _close_barrier(self, effect: CloseBarrier) -> None:
-        was_open = await _insist(lambda: self._store.close_barrier(self.uid, effect.epoch))
+        was_open = await insist(lambda: self._store.close_barrier(self.uid, effect.epoch))
         await self._inbox.put(_Letter(BarrierClosed(epoch=effect.epoch, was_open=was_open)))
 
     async def _order(self, effect: OrderMember) -> None:
@@ -448,13 +461,13 @@ class GangDriver:
             await self._inbox.put(_Letter(taken))
 
     async def _expire(self, effect: ExpireLease) -> None:
-        is_over = await _insist(lambda: self._store.expire(self.uid, effect.incarnation))
+        is_over = await insist(lambda: self._store.expire(self.uid, effect.incarnation))
         await self._inbox.put(_Letter(LeaseExpiring(incarnation=effect.incarnation, is_over=is_over)))
 
     async def _tell_member(self, incarnation: Incarnation, call: Callable[[], Awaitable[None]]) -> bool:
         """Returns whether it was told; one that is gone never is."""
         try:
-            await _insist(call)
+            await insist(call)
         except MemberGoneError as error:
             await self._inbox.put(_Letter(MemberVanished(incarnation=incarnation, message=error.message)))
             return False
@@ -471,34 +484,3 @@ def _driver_ended() -> TransportError:
         "The coordinator does not look after this run now.",
         hint="Try again in a moment; if that does not help, its log is in the state folder, under ray/head.",
     )
-
-
-def _delays() -> Iterator[float]:
-    """Endless waits in seconds: doubling up to a limit."""
-    delay_s = RETRY_FIRST_S
-    while True:
-        yield delay_s
-        delay_s = min(RETRY_MAX_S, delay_s * 2)
-
-
-async def _insist(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeats the call until it succeeds. The caller's cancellation ends it, and a member that is gone."""
-    for delay_s in _delays():
-        try:
-            return await call()
-        except MemberGoneError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the guard of rule 3
-            may_pass = isinstance(error, MeshError) and error.retryable
-            _log.warning("trying again in %.1f s: %s", delay_s, error, exc_info=None if may_pass else error)
-        await asyncio.sleep(delay_s)
-    raise AssertionError("the delays are endless")
-
-
-async def _discard(call: Awaitable[object]) -> None:
-    await call
-
-
-async def _persist_in(call: Callable[[], Awaitable[None]]) -> None:
-    """`_insist` for calls without a result."""
-    await _insist(call)

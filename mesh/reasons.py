@@ -30,6 +30,7 @@ class Reason(StrEnum):
     # Machines and assembly
     NO_CAPACITY = "NoCapacity"
     MACHINE_REFUSED = "MachineRefused"
+    NETWORK_CHECK_FAILED = "NetworkCheckFailed"
     MACHINE_LOST = "MachineLost"
     MACHINE_RECLAIMED = "MachineReclaimed"
     NETWORK_FAILED = "NetworkFailed"

@@ -8,7 +8,9 @@ Rules of this file:
    `REPLACEMENTS_MAX` times in one assembly; then the assembly has failed.
 3. A command can only have started when the epoch's barrier opened; so a barrier that was closed without
    having opened settles every member at once, heard of or not.
-4. One whole assembly is bounded by `startup_timeout_s`. Past it everything is given back and it is tried again,
+4. Nobody is ordered to a machine of which it is not known that the others can work with it (`checking`); one that they
+   cannot work with costs its rank the machine as in rule 2.
+5. One whole assembly is bounded by `startup_timeout_s`. Past it everything is given back and it is tried again,
    `max_assembly_retries` times.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.core.checking import Checking, unanswered
 from coordinator.core.effects import DismissMember, OpenEpoch, OrderMember, RevokeMember
 from coordinator.core.events import (
     BarrierClosed,
@@ -24,6 +27,7 @@ from coordinator.core.events import (
     MachinesReserved,
     MemberRevoked,
     MemberVanished,
+    NetworkChecked,
     ReservationWaiting,
 )
 from coordinator.core.gang_base import ASSEMBLY_STATES
@@ -39,7 +43,6 @@ from coordinator.core.gang_state import (
     Settlement,
     incarnation_for,
 )
-from coordinator.core.seats import Seats
 from mesh.ids import Epoch, Rank
 from mesh.messages import MemberArrived, MemberPreparationFailed, MemberRegistered, MemberStarted
 from mesh.reasons import Reason
@@ -55,7 +58,7 @@ APPEAR_LIMIT_S = 120.0
 """By when a member that was ordered has to have taken its lease: a process start, whatever is prepared after it."""
 
 
-class Assembling(Seats):
+class Assembling(Checking):
     """Assembling and Starting."""
 
     # ---- a new epoch ------------------------------------------------------------------------------
@@ -79,6 +82,7 @@ class Assembling(Seats):
         gang.epoch = Epoch(gang.epoch + 1)
         gang.assemblies += 1
         gang.replacements = 0
+        gang.suspects = ()
         gang.barrier_open = gang.barrier_closed = False
         gang.outcome = gang.wish = gang.reason = None
         gang.failures = []
@@ -106,8 +110,7 @@ class Assembling(Seats):
         self._enter(RunState.ASSEMBLING)
         self._announce("Assembling", self._assembly_sentence(kept))
         self._effects.append(OpenEpoch(epoch=gang.epoch, size=gang.plan.nodes, is_new=True))
-        for rank in sorted(seats):
-            self._seat_member(rank)
+        self._seat_members()
         self._tell_arrivals()
 
     def _assembly_sentence(self, kept: tuple[Rank, ...]) -> str:
@@ -124,6 +127,15 @@ class Assembling(Seats):
         """Moves lives that are over into the history."""
         self.gang.attempts.extend(members)
         del self.gang.attempts[:-ATTEMPTS_KEPT_MAX]
+
+    def _seat_members(self) -> None:
+        """Orders every rank whose machine has been checked, and has the others checked first (rule 4)."""
+        gang = self.gang
+        self._check_seats()
+        seats = gang.seats
+        for rank in sorted(seats):
+            if seats[rank].is_checked and rank not in gang.members:
+                self._seat_member(rank)
 
     def _seat_member(self, rank: Rank) -> None:
         """Orders a new incarnation of the rank to its machine."""
@@ -157,8 +169,8 @@ class Assembling(Seats):
         if gang.state is RunState.ASSEMBLING and gang.outcome is None:
             for rank in ranks:
                 self._announce("Replaced", f"Rank {rank} gets {gang.seats[rank].machine}.", rank=rank)
-                self._seat_member(rank)
             if ranks:
+                self._seat_members()
                 chapter = gang.history[-1]
                 kept = tuple(r for r in chapter.kept if r not in ranks)
                 self._tell_chapter(kept=kept, replaced=tuple(sorted({*chapter.replaced, *ranks})))
@@ -185,9 +197,49 @@ class Assembling(Seats):
             return
         self._tell_arrivals(event.why)
         if want.is_for_refusal and not event.is_possible:
-            self._assembly_failed(
-                Reason.MACHINE_REFUSED, f"no other machine can take {_ranks(want.ranks)}. {event.why}"
+            message = f"o other machine can take {_ranks(want.ranks)}. {event.why}"
+            message = f"{want.refusal} N{message}" if want.refusal else f"n{message}"
+            self._assembly_failed(Reason.MACHINE_REFUSED, message)
+
+    # ---- the network between them -----------------------------------------------------------------
+
+    def _on_network_checked(self, event: NetworkChecked) -> None:
+        if not self._note_verdict(event):
+            return
+        for refusal in event.refusals:
+            seat = self.gang.seats.get(refusal.rank)
+            if self.gang.outcome is None and seat is not None and seat.machine == refusal.machine:
+                self._refuse_machine(refusal.rank, Reason.NETWORK_CHECK_FAILED, refusal.message)
+        if self.gang.outcome is None:
+            self._seat_members()
+            self._tell_arrivals()
+
+    def _pass_overdue_check(self) -> None:
+        check = self.gang.check
+        if check is not None and self._due.check is not None and self._now.mono >= self._due.check:
+            self._on_network_checked(unanswered(check))
+
+    def _refuse_machine(self, rank: Rank, reason: Reason, message: str) -> None:
+        """The rank's machine will not do, whether a member has been ordered there or not."""
+        gang = self.gang
+        if (member := gang.members.get(rank)) is not None:
+            self._give_up(member, reason, message)
+        elif gang.replacements >= REPLACEMENTS_MAX:
+            self._too_many_replaced(reason, message)
+        else:
+            gang.replacements += 1
+            self._announce("Refused", message, reason=reason, rank=rank)
+            machine = self._vacate(rank, is_clean=True)
+            is_refused = reason is not Reason.MACHINE_RECLAIMED
+            self._want(
+                (rank,),
+                avoid=() if machine is None else (machine,),
+                is_for_refusal=is_refused,
+                refusal=message if is_refused else "",
             )
+
+    def _too_many_replaced(self, reason: Reason, message: str) -> None:
+        self._assembly_failed(reason, f"{message} Machines were replaced {REPLACEMENTS_MAX} times already.")
 
     # ---- members ----------------------------------------------------------------------------------
 
@@ -223,7 +275,8 @@ class Assembling(Seats):
     def _tell_arrivals(self, why: str = "") -> None:
         gang = self.gang
         if gang.state is RunState.ASSEMBLING:
-            gang.message = f"At the barrier: {gang.arrived_count()} of {gang.plan.nodes}."
+            gang.message = "The network is being checked. " if gang.check is not None else ""
+            gang.message += f"At the barrier: {gang.arrived_count()} of {gang.plan.nodes}."
             if why:
                 gang.message += f" {why}"
             self._dirty = True
@@ -268,9 +321,7 @@ class Assembling(Seats):
         if gang.barrier_open or gang.state is not RunState.ASSEMBLING:
             return
         if gang.replacements >= REPLACEMENTS_MAX:
-            self._assembly_failed(
-                reason, f"{message} Machines were replaced {REPLACEMENTS_MAX} times already."
-            )
+            self._too_many_replaced(reason, message)
             return
         gang.replacements += 1
         self._update(replace(member, reason=reason, message=message))
@@ -298,7 +349,12 @@ class Assembling(Seats):
         self._retire(member)
         machine = self._vacate(member.rank, is_clean=False)
         self._effects.append(DismissMember(incarnation=member.incarnation))
-        self._want((member.rank,), avoid=() if machine is None else (machine,), is_for_refusal=not is_lost)
+        self._want(
+            (member.rank,),
+            avoid=() if machine is None else (machine,),
+            is_for_refusal=not is_lost,
+            refusal=member.message if member.reason is Reason.NETWORK_CHECK_FAILED else "",
+        )
         self._tell_arrivals()
 
     def _cannot_be_replaced(self, member: MemberRecord) -> None:

@@ -68,6 +68,20 @@ class ReleaseMachine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckNetwork:
+    """Find out whether the machines of `fresh` ranks reach each other and all others of these, and say so.
+
+    A closed barrier ends it: nobody waits for its answer any more.
+    """
+
+    number: int
+    machines: tuple[tuple[Rank, MachineName], ...]
+    fresh: tuple[Rank, ...]
+    suspects: tuple[Rank, ...] = ()
+    """Who was one end of a bad pair before, and was kept: at the second time it is the bad one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEpoch:
     """Tell the store that this epoch is the gang's current one: everything older is stale from here.
 
@@ -163,6 +177,7 @@ GangEffect = (
     | ReserveMachines
     | WithdrawReservation
     | ReleaseMachine
+    | CheckNetwork
     | OpenEpoch
     | CloseBarrier
     | OrderMember

@@ -172,8 +172,8 @@ class Ending(Assembling):
         if gang.barrier_open:
             outcome = Outcome(kind=OutcomeKind.JUDGE, reason=Reason.MACHINE_RECLAIMED, message=message)
             self._decide(outcome, grace_s=event.grace_s)
-        elif rank in gang.members:
-            self._give_up(gang.members[rank], Reason.MACHINE_RECLAIMED, message)
+        elif gang.state is RunState.ASSEMBLING:
+            self._refuse_machine(rank, Reason.MACHINE_RECLAIMED, message)
 
     # ---- the decision to stop ---------------------------------------------------------------------
 

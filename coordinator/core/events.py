@@ -80,6 +80,31 @@ class MachineReclaimed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkRefusal:
+    """A machine that the others cannot work with; `message` names pair, direction and port, and says what to do."""
+
+    rank: Rank
+    machine: MachineName
+    message: str
+    peers: tuple[Rank, ...] = ()
+    """Whose machines it does not work with, when it may as well be these that are bad."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkChecked:
+    """The network between machines of the gang was checked, or could not be (not `is_performed`).
+
+    `message`: what came of it, or why it could not be done. `warnings` stop nothing.
+    """
+
+    number: int
+    message: str
+    refusals: tuple[NetworkRefusal, ...] = ()
+    warnings: tuple[str, ...] = ()
+    is_performed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierOpened:
     """The store opened the epoch's start barrier: every rank had arrived.
 
@@ -261,6 +286,7 @@ GangEvent = (
     | ReservationWithdrawn
     | MachineReleased
     | MachineReclaimed
+    | NetworkChecked
     | BarrierOpened
     | BarrierClosed
     | LeaseLapsed

@@ -49,6 +49,7 @@ from coordinator.core.events import (
     MemberRevoked,
     MemberSuspected,
     MemberVanished,
+    NetworkChecked,
     Now,
     RehearsalLeft,
     ReservationWaiting,
@@ -105,13 +106,19 @@ class GangCore(LoneRanks):
     Args:
         gang: the state, fresh or read back from the journal (then `CoordinatorRecovered` comes first).
         new_token: gives the random part of each new incarnation; the core has no randomness of its own.
+        checks_network: have the network between machines checked before members are ordered there.
         validate: check every invariant after every event (tests and simulation).
     """
 
     def __init__(
-        self, gang: Gang, *, new_token: Callable[[], IncarnationToken], validate: bool = False
+        self,
+        gang: Gang,
+        *,
+        new_token: Callable[[], IncarnationToken],
+        checks_network: bool = False,
+        validate: bool = False,
     ) -> None:
-        super().__init__(gang, new_token=new_token)
+        super().__init__(gang, new_token=new_token, checks_network=checks_network)
         self._checked = gang.snapshot() if validate else None
         """The state after the last event that changed it, for the check of the next one."""
 
@@ -151,6 +158,7 @@ class GangCore(LoneRanks):
         self._end_overdue_fences()
         self._give_up_unproven()
         self._give_up_absent()
+        self._pass_overdue_check()
         self._fail_overdue_assembly()
         self._note_lone_deadlines()
         if due.backoff is not None and now >= due.backoff:
@@ -415,6 +423,9 @@ class GangCore(LoneRanks):
             return
         if gang.state in ASSEMBLY_STATES:
             self._due.assembly = self._now.mono + gang.assembly_left_s
+        if gang.check is not None:
+            gang.check = None  # it ended with the crash
+            self._seat_members()
         if gang.failures:
             self._due.judgement = self._now.mono + blame.JUDGEMENT_WINDOW_S
         for member in gang.members.values():
@@ -431,6 +442,7 @@ _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
     ReservationWithdrawn: GangCore._on_reservation_withdrawn,
     MachineReleased: GangCore._on_machine_released,
     MachineReclaimed: GangCore._on_machine_reclaimed,
+    NetworkChecked: GangCore._on_network_checked,
     MemberRegistered: GangCore._on_member_registered,
     MemberArrived: GangCore._on_member_arrived,
     MemberPreparationFailed: GangCore._on_member_preparation_failed,

@@ -1,9 +1,9 @@
 """What every room of the gang's core stands on: the one door for state, the gate, the story, the fence.
 
 `coordinator.core.gang` describes the whole and lists its rules. The rooms stand on each other in this order:
-`gang_base` → `saving` (checkpoints) → `seats` (machines) → `assembling` (until every command runs) → `ending` (until
-every member is accounted for) → `lone_ranks` (one that starts again alone) → `gang` (what users want, what comes after
-an epoch, crashes).
+`gang_base` → `saving` (checkpoints) → `seats` (machines) → `checking` (the network between them) → `assembling` (until
+every command runs) → `ending` (until every member is accounted for) → `lone_ranks` (one that starts again alone) →
+`gang` (what users want, what comes after an epoch, crashes).
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Deadlines:
         "assembly",
         "backoff",
         "begin",
+        "check",
         "commit",
         "expiry",
         "fence",
@@ -77,6 +78,8 @@ class Deadlines:
     def __init__(self) -> None:
         self.assembly: float | None = None
         self.backoff: float | None = None
+        self.check: float | None = None
+        """Until when the answer of a network check is waited for."""
         self.commit: float | None = None
         """Until when the next epoch waits for a checkpoint that is being written."""
         self.healthy: float | None = None
@@ -96,7 +99,7 @@ class Deadlines:
 
     def next(self) -> float | None:
         """The first of them."""
-        single = (self.assembly, self.backoff, self.commit, self.healthy, self.judgement)
+        single = (self.assembly, self.backoff, self.check, self.commit, self.healthy, self.judgement)
         several = (self.appear, self.fence, self.expiry, self.last_words, self.lone, self.begin)
         by_rank = [due for deadlines in several for due in deadlines.values()]
         return min([d for d in (*single, *by_rank) if d is not None], default=None)
@@ -105,11 +108,14 @@ class Deadlines:
 class GangBase:
     """State, and the ways to change and tell it."""
 
-    def __init__(self, gang: Gang, *, new_token: Callable[[], IncarnationToken]) -> None:
+    def __init__(
+        self, gang: Gang, *, new_token: Callable[[], IncarnationToken], checks_network: bool = False
+    ) -> None:
         self.gang = gang
         self._new_token = new_token
         self._now = Now(mono=0.0, wall=0.0)
         self._due = Deadlines()
+        self._checks_network = checks_network
         self._dirty = False
         self._announcements: list[Announcement] = []
         self._effects: list[GangEffect] = []
@@ -136,6 +142,8 @@ class GangBase:
         if state not in ASSEMBLY_STATES:
             self._due.assembly = None
             self._due.appear.clear()
+        if state is not RunState.ASSEMBLING:
+            self._due.check = gang.check = None
         if state is not RunState.RUNNING:
             self._due.healthy = None
         if state.is_terminal or state in RESTING_STATES:

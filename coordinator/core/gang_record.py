@@ -19,6 +19,7 @@ from coordinator.core.gang_state import (
     Holding,
     MemberPhase,
     MemberRecord,
+    NetworkCheck,
     Outcome,
     OutcomeKind,
     RestartKind,
@@ -44,11 +45,14 @@ def record_of(gang: Gang) -> dict[str, Any]:
         "message": gang.message,
         "epoch": gang.epoch,
         "reservation": gang.reservation,
-        "wanted": [[w.reservation, w.ranks, w.avoid, w.is_for_refusal] for w in gang.wanted.values()],
+        "wanted": [_want_record(w) for w in gang.wanted.values()],
         "withdrawing": list(gang.withdrawing),
         "waiting_for": gang.waiting_for,
         "assemblies": gang.assemblies,
         "replacements": gang.replacements,
+        "checks": gang.checks,
+        "suspects": list(gang.suspects),
+        "check": None if gang.check is None else [gang.check.number, [list(f) for f in gang.check.fresh]],
         "restarts": asdict(gang.restarts),
         "backoff_left_s": gang.backoff_left_s,
         "assembly_left_s": gang.assembly_left_s,
@@ -86,10 +90,10 @@ def gang_of(record: dict[str, Any]) -> Gang:
         state=RunState(record["state"]),
         reason=None if record["reason"] is None else Reason(record["reason"]),
         epoch=Epoch(record["epoch"]),
-        wanted={
-            r: Want(reservation=r, ranks=tuple(ranks), avoid=tuple(avoid), is_for_refusal=for_refusal)
-            for r, ranks, avoid, for_refusal in record["wanted"]
-        },
+        checks=record.get("checks", 0),  # these three are younger than the schema
+        suspects=tuple(record.get("suspects", ())),
+        check=_check_from(record.get("check")),
+        wanted={want[0]: _want_from(want) for want in record["wanted"]},
         withdrawing=tuple(record["withdrawing"]),
         restarts=Restarts(**record["restarts"]),
         outcome=_outcome_from(record["outcome"]),
@@ -104,6 +108,30 @@ def gang_of(record: dict[str, Any]) -> Gang:
         checkpoint=None if record["checkpoint"] is None else CommittedCheckpoint(**record["checkpoint"]),
         checkpoints=Checkpoints.from_record(record["checkpoints"]),
         may_have_run=record["may_have_run"],
+    )
+
+
+def _want_record(want: Want) -> list[Any]:
+    return [want.reservation, want.ranks, want.avoid, want.is_for_refusal, want.refusal]
+
+
+def _want_from(record: list[Any]) -> Want:
+    reservation, ranks, avoid, is_for_refusal, *younger = record
+    return Want(
+        reservation=reservation,
+        ranks=tuple(ranks),
+        avoid=tuple(avoid),
+        is_for_refusal=is_for_refusal,
+        refusal=younger[0] if younger else "",
+    )
+
+
+def _check_from(record: list[Any] | None) -> NetworkCheck | None:
+    if record is None:
+        return None
+    number, fresh = record
+    return NetworkCheck(
+        number=number, fresh=tuple((Rank(rank), MachineName(machine)) for rank, machine in fresh)
     )
 
 

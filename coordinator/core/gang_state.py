@@ -165,6 +165,8 @@ class Holding:
     """Its release has been asked for and is not confirmed."""
     is_clean: bool = True
     """False when something of the gang may still run there; counts only while it is leaving."""
+    is_checked: bool = True
+    """Its network has been checked against every other seat's that was, or needs not be: the rank may be ordered."""
 
     @property
     def is_seat(self) -> bool:
@@ -182,6 +184,17 @@ class Want:
     avoid: tuple[MachineName, ...] = ()
     is_for_refusal: bool = False
     """It replaces a machine that was refused, not lost: when none can ever be had, the assembly has failed."""
+    refusal: str = ""
+    """Why that one was refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkCheck:
+    """A check of the network that has been asked for, and of which nothing has been heard yet."""
+
+    number: int
+    fresh: tuple[tuple[Rank, MachineName], ...]
+    """Whom it is about: each of them against all that the gang has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +259,8 @@ class Chapter:
     cause: Failure | None = None
     victims: tuple[Rank, ...] = ()
     """Ranks that failed because of the cause."""
+    network: str | None = None
+    """What its network check came to, in a sentence; None where nothing was checked."""
     charged: RestartKind | None = None
     """What the restart after it was charged to; None when it was the last one, or its assembly was tried again."""
 
@@ -275,6 +290,12 @@ class Gang:
     """Assemblies begun since the run last ran; at most 1 + plan.max_assembly_retries."""
     replacements: int = 0
     """Ranks that got another machine in the current assembly; at most `REPLACEMENTS_MAX`."""
+    checks: int = 0
+    """Grows by one with every check of the network."""
+    check: NetworkCheck | None = None
+    """The one that is under way; only in Assembling, and with no outcome."""
+    suspects: tuple[Rank, ...] = ()
+    """Ranks that were one end of a bad pair in this assembly, and kept their machine."""
     restarts: Restarts = Restarts()
     backoff_left_s: float = 0.0
     """What was left of the pause before the next epoch at the last write; counts only in Pending."""

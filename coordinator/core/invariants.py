@@ -24,7 +24,7 @@ _EPOCH_STATES = frozenset({RunState.ASSEMBLING, RunState.STARTING, RunState.RUNN
 _RUN_STATES = frozenset({RunState.STARTING, RunState.RUNNING})
 _GOES_ON = (OutcomeKind.JUDGE, OutcomeKind.RETRY_ASSEMBLY)
 _PROOFS = frozenset(Settlement) - {Settlement.FENCE_FAILED}
-_of_machines = attrgetter("holdings", "wanted", "members", "state", "outcome", "reservation")
+_of_machines = attrgetter("holdings", "wanted", "members", "state", "outcome", "reservation", "check")
 """All that `_check_machines` looks at: while it is what it was, the answer is too."""
 
 
@@ -140,6 +140,14 @@ def _check_machines(gang: Gang) -> None:
     if gang.state in _EPOCH_STATES:
         for rank, member in gang.members.items():
             assert by_rank.get(rank) == member.machine, "6: members are on machines that are held"
+        assert all(seat.is_checked for seat in seats if seat.rank in gang.members), (
+            "2: nobody is ordered to a machine that was not checked"
+        )
+    if gang.state is RunState.ASSEMBLING and gang.outcome is None:
+        is_waited_for = gang.check is not None
+        assert is_waited_for or by_rank.keys() == gang.members.keys(), "9: who has a machine is ordered there"
+    else:
+        assert gang.check is None, "9: the network is checked while the gang assembles"
     asked = [rank for want in gang.wanted.values() for rank in want.ranks]
     assert len(asked) == len(set(asked)), "6: a rank's machine is asked for once"
     assert not by_rank.keys() & set(asked), "6: who has a machine asks for none"

@@ -38,7 +38,12 @@ class Seats(Saving):
     # ---- getting ----------------------------------------------------------------------------------
 
     def _want(
-        self, ranks: Iterable[Rank], *, avoid: Iterable[MachineName] = (), is_for_refusal: bool = False
+        self,
+        ranks: Iterable[Rank],
+        *,
+        avoid: Iterable[MachineName] = (),
+        is_for_refusal: bool = False,
+        refusal: str = "",
     ) -> None:
         """Asks for a machine for each of the ranks; for none that the gang has already."""
         gang = self.gang
@@ -49,6 +54,7 @@ class Seats(Saving):
             ranks=tuple(ranks),
             avoid=avoid,
             is_for_refusal=is_for_refusal,
+            refusal=refusal,
         )
         gang.wanted[want.reservation] = want
         self._dirty = True
@@ -88,6 +94,7 @@ class Seats(Saving):
                 reservation=event.reservation,
                 rank=rank,
                 since=self._now.wall,
+                is_checked=not self._checks_network or gang.plan.nodes == 1,
             )
             for rank, placement in zip(want.ranks, event.placements, strict=True)
         )
@@ -143,6 +150,7 @@ class Seats(Saving):
             if holding.is_seat and holding.rank == rank:
                 gang.holdings[place] = leaving = replace(holding, is_leaving=True, is_clean=is_clean)
                 gang.reclaimed = tuple(m for m in gang.reclaimed if m != holding.machine)
+                gang.suspects = tuple(r for r in gang.suspects if r != rank)
                 self._dirty = True
                 self._effects.append(_release_effect(leaving))
                 return holding.machine

@@ -49,8 +49,12 @@ class GangMachine(RuleBasedStateMachine):
         retries=st.integers(0, 2),
         policy=st.sampled_from(list(FailurePolicy)),
         stage=st.integers(0, 5),
+        checks_network=st.booleans(),
     )
-    def start(self, restarts: int, retries: int, policy: FailurePolicy, stage: int) -> None:
+    def start(
+        self, restarts: int, retries: int, policy: FailurePolicy, stage: int, checks_network: bool
+    ) -> None:
+        self.checks_network = checks_network
         plan = RunPlan(
             name=RunName("demo"),
             command=("true",),
@@ -81,6 +85,8 @@ class GangMachine(RuleBasedStateMachine):
         """Most of what can go wrong needs a gang that has come so far."""
         if stage >= 1:
             self.grant(0)
+            if self.checks_network:
+                self.answer(0)
         if stage >= 2:
             self.open_barrier(tells_tokens=True)
         if stage >= 3:
@@ -94,7 +100,12 @@ class GangMachine(RuleBasedStateMachine):
             self.answer(len(self.answers) - 1)
 
     def new_core(self, gang: Gang) -> GangCore:
-        return GangCore(gang, new_token=lambda: IncarnationToken(f"t{next(self.tokens)}"), validate=True)
+        return GangCore(
+            gang,
+            new_token=lambda: IncarnationToken(f"t{next(self.tokens)}"),
+            checks_network=self.checks_network,
+            validate=True,
+        )
 
     def tell(self, event: ev.GangEvent) -> None:
         self.heard = [*self.heard[-20:], event]
@@ -111,6 +122,8 @@ class GangMachine(RuleBasedStateMachine):
             case do.ReleaseMachine():
                 released = ev.MachineReleased(reservation=effect.reservation, machine=effect.machine)
                 self.answers.append(released)
+            case do.CheckNetwork():
+                self.answers.append(self.verdict(effect))
             case do.CloseBarrier():
                 self.closed.add(effect.epoch)
                 was_open = effect.epoch in self.opened
@@ -130,6 +143,15 @@ class GangMachine(RuleBasedStateMachine):
             case do.TellAboutPart():
                 if effect.question is not None:
                     self.answers.append(self.member_s_answer(effect, effect.question))
+
+    def verdict(self, effect: do.CheckNetwork) -> ev.NetworkChecked:
+        """Most machines are well; the others may have a member already."""
+        assert set(effect.fresh) <= dict(effect.machines).keys()
+        number, bad = effect.number, effect.machines[effect.number % len(effect.machines)]
+        if number % 4 == 0:
+            return ev.NetworkChecked(number=number, message="No actor.", is_performed=False)
+        refusal = ev.NetworkRefusal(rank=bad[0], machine=bad[1], message="Bad.", peers=effect.fresh)
+        return ev.NetworkChecked(number=number, message="Done.", refusals=() if number % 2 else (refusal,))
 
     def store_s_answer(self, wish: CommitCheckpoint) -> ev.GangEvent:
         """Every fourth one lacks something."""

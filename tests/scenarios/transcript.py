@@ -29,14 +29,20 @@ UID = RunUid("00000000000000aa")
 class Player:
     """Plays the events of one transcript against a fresh core."""
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, *, checks_network: bool = False) -> None:
+        self._checks_network = checks_network
         self.now = ev.Now(mono=1000.0, wall=5000.0)
         self._tokens = itertools.count(1)
         self.core = self._core(Gang(uid=UID, plan=plan, created_at=5000.0))
         self._state: RunState | None = None
 
     def _core(self, gang: Gang) -> GangCore:
-        return GangCore(gang, new_token=lambda: IncarnationToken(f"t{next(self._tokens)}"), validate=True)
+        return GangCore(
+            gang,
+            new_token=lambda: IncarnationToken(f"t{next(self._tokens)}"),
+            checks_network=self._checks_network,
+            validate=True,
+        )
 
     def play(self, line: str) -> list[str]:
         """Performs one event line (without its `>`); returns the answer's lines."""
@@ -84,6 +90,8 @@ class Player:
                 return ev.MachineReclaimed(
                     machine=MachineName(plain[0]), grace_s=float(plain[1]), message="Spot price."
                 )
+            case "checked" | "unchecked" | "bad":
+                return self._verdict(word, plain, options)
             case "suspend":
                 return ev.SuspendRequested(message="Suspended by a user.")
             case "resume":
@@ -125,6 +133,28 @@ class Player:
         if word == "vanished":
             return ev.MemberVanished(incarnation=incarnation, message="its agent died.")
         return self._report(word, plain, options, incarnation)
+
+    def _verdict(self, word: str, plain: list[str], options: dict[str, str]) -> ev.NetworkChecked:
+        """`checked [slow]`, `unchecked`, `bad RANK…` (their machines cannot be worked with)."""
+        number = int(options.get("number", self.core.gang.checks))
+        if word == "unchecked":
+            return ev.NetworkChecked(number=number, message="m1 has no probe.", is_performed=False)
+        ranks = [Rank(int(rank)) for rank in plain] if word == "bad" else []
+        seats = self.core.gang.seats
+        return ev.NetworkChecked(
+            number=number,
+            message=f"{len(ranks)} bad of {len(seats)} machines.",
+            refusals=tuple(
+                ev.NetworkRefusal(
+                    rank=rank,
+                    machine=seats[rank].machine,
+                    message=f"Nobody reaches {seats[rank].machine}.",
+                    peers=(Rank(int(options["peer"])),) if "peer" in options else (),
+                )
+                for rank in ranks
+            ),
+            warnings=("The way from m0 to m1 is slow.",) if "slow" in plain else (),
+        )
 
     def _report(
         self, word: str, plain: list[str], options: dict[str, str], incarnation: Incarnation
@@ -232,6 +262,11 @@ def _effect_text(effect: do.GangEffect) -> str:
             return f"{name} reservation {effect.reservation}"
         case do.ReleaseMachine():
             return f"{name} {effect.machine}{'' if effect.is_clean else ', not clean'}"
+        case do.CheckNetwork():
+            machines = ", ".join(machine for _, machine in effect.machines)
+            fresh, suspects = (", ".join(map(str, ranks)) for ranks in (effect.fresh, effect.suspects))
+            suspected = f", suspected {suspects}" if suspects else ""
+            return f"{name} {effect.number}: rank {fresh} of {machines}{suspected}"
         case do.FenceMember():
             incarnation = effect.incarnation
             return f"{name} rank {incarnation.rank} of epoch {incarnation.epoch}, {effect.grace_s:g} s"
@@ -270,7 +305,8 @@ def replay(text: str) -> str:
                     max_assembly_retries=int(options.get("retries", 2)),
                     max_restarts=int(options.get("restarts", 3)),
                     on_process_failure=FailurePolicy(options.get("onfailure", "Fail")),
-                )
+                ),
+                checks_network="checks" in options,
             )
             out.append(line)
         elif line.startswith(">"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.checkpoint_store import Lacking
@@ -72,7 +72,10 @@ class SimCoordinator:
 
     def _adopt(self, gang: Gang) -> None:
         core = self.world.parts.gang_core(
-            gang, new_token=self._token, validate=self.world.parts.validates_gangs
+            gang,
+            new_token=self._token,
+            checks_network=self.world.checks_network,
+            validate=self.world.parts.validates_gangs,
         )
         self._shells[gang.uid] = _Shell(core)
 
@@ -201,6 +204,7 @@ class SimCoordinator:
         world.note("--- the coordinator crashes")
         self.crashes += 1
         self.is_up = False
+        world.truth.coordinator_crashed()
         self._shells = {}
         for task in self._tasks.values():
             task.cancel()
@@ -263,7 +267,11 @@ class SimCoordinator:
                 self.world.truth.epoch_heard(uid, effect.epoch)
                 opening = lambda: line.open_epoch(uid, effect.epoch, effect.size, effect.is_new)  # noqa: E731
                 self.spawn((uid, "open", effect.epoch), self._insist_on(opening))
+            case do.CheckNetwork():
+                self.spawn((uid, "check", effect.number), self._check(uid, effect))
             case do.CloseBarrier():
+                for key in [k for k in self._tasks if k[:2] == (uid, "check")]:
+                    self.stop(key)
                 self.spawn((uid, "close", effect.epoch), self._close_barrier(uid, effect))
             case do.OrderMember():
                 self.spawn((uid, "order", effect.incarnation), self._order(uid, effect))
@@ -361,6 +369,22 @@ class SimCoordinator:
         yield self._sleep(0.05)  # dismissals first
         yield self.world.fleet.release(uid, effect)
         self.tell(uid, ev.MachineReleased(reservation=effect.reservation, machine=effect.machine))
+
+    def _check(self, uid: RunUid, effect: do.CheckNetwork) -> Step[None]:
+        world = self.world
+        yield self._sleep(world.random.uniform(0.3, 5.0))
+        if world.roll(world.faults.network_silent):
+            return
+        verdict = ev.NetworkChecked(number=effect.number, message="Nothing is wrong.")
+        if world.roll(world.faults.network_unchecked):
+            verdict = replace(verdict, message="No actor could be made.", is_performed=False)
+        elif world.roll(world.faults.network_refuses):
+            rank = world.random.choice(effect.fresh)
+            machine = dict(effect.machines)[rank]
+            refusal = ev.NetworkRefusal(rank=rank, machine=machine, message="Nobody reaches it.")
+            verdict = replace(verdict, message="Something is wrong.", refusals=(refusal,))
+        world.truth.network_answered(uid, verdict)
+        self.tell(uid, verdict)
 
     def _close_barrier(self, uid: RunUid, effect: do.CloseBarrier) -> Step[None]:
         was_open = yield from self._insist_on(lambda: self.line.close_barrier(uid, effect.epoch))

@@ -65,6 +65,12 @@ class Faults:
     """A process that a kill does not end for a while."""
     never_appears: float = 0.02
     """The actor of a member cannot be created, or nothing is heard of it."""
+    network_refuses: float = 0.15
+    """A check of the network finds that one of the machines it is about is cut off from the others."""
+    network_unchecked: float = 0.05
+    """It could not be done."""
+    network_silent: float = 0.03
+    """Nothing is heard of it."""
     long_run: float = 0.03
     """A command that runs for more than ten minutes."""
     message_lost: float = 0.01

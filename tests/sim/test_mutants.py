@@ -26,6 +26,7 @@ from coordinator.core.gang_state import Gang, Outcome, OutcomeKind, RestartKind,
 from coordinator.core.store_trust import EpochKey, StoreTrust, Telling
 from mesh.checkpoint_format import RestoreReference
 from mesh.ids import Epoch, Incarnation, Rank, RunUid
+from mesh.reasons import Reason
 from mesh.states import FailurePolicy, RunState
 from mesh.store import barrier, leases
 from mesh.store import messages as ms
@@ -183,6 +184,24 @@ class ForgetsWishes(GangCore):
     def _wish(self, outcome: Outcome) -> None:
         if self.gang.outcome is None or self.gang.outcome.kind is not OutcomeKind.JUDGE:
             super()._wish(outcome)
+
+
+class OrdersUnchecked(GangCore):
+    """Orders members while the network is still being checked."""
+
+    def _check_seats(self) -> None:
+        super()._check_seats()
+        self._mark_checked({(seat.rank, seat.machine) for seat in self.gang.seats.values()})
+
+
+class PassesEveryMachine(GangCore):
+    """Hears what a check says, and keeps the machine."""
+
+    def _refuse_machine(self, rank: Any, reason: Any, message: str) -> None:
+        if reason is Reason.NETWORK_CHECK_FAILED:
+            self._mark_checked({(rank, self.gang.seats[rank].machine)})
+        else:
+            super()._refuse_machine(rank, reason, message)
 
 
 class StartsAgainAtOnce(GangCore):
@@ -486,6 +505,16 @@ MUTANTS = (
         is_about_checkpoints=True,
     ),
     Mutant(name="blame without waiting", caught_by="^blame: ", patches=((blame, "judge", _first_heard),)),
+    Mutant(
+        name="members ordered before the network is checked",
+        caught_by="^(2: a process started on a machine that the others|9: who has a machine)",
+        parts=Parts(gang_core=OrdersUnchecked),
+    ),
+    Mutant(
+        name="refused by the check and kept",
+        caught_by="^2: a process started on a machine that the others do not reach",
+        parts=Parts(gang_core=PassesEveryMachine),
+    ),
     Mutant(
         name="rank admitted without proof",
         caught_by="^1: nothing begins beside what may still act",

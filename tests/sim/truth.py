@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from coordinator.core import events as ev
 from coordinator.core.gang_state import Gang, Holding, OutcomeKind, Settlement
 from coordinator.core.recovery import FRUITLESS_MAX, HEALTHY_S
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunUid
@@ -51,6 +52,12 @@ class Truth:
         """Members that the store has declared lost."""
         self._lost_seats: dict[tuple[RunUid, Rank], MachineName] = {}
         self._has_no_other: set[RunUid] = set()
+        self._said_of_network: dict[tuple[RunUid, int], ev.NetworkChecked] = {}
+        """What was answered to a check, whether it was heard or not."""
+        self._apart: set[tuple[RunUid, MachineName]] = set()
+        """Machines that a check has refused, and the journal knows it."""
+        self.refusals = 0
+        """How often a check cost a rank its machine."""
         self._fruitless: dict[RunUid, int] = {}
         self._running_since: dict[RunUid, float] = {}
 
@@ -71,6 +78,8 @@ class Truth:
         if me.token != (admitted[-1] if admitted else tokens[me.rank]):
             raise Violation("1: a process started of a rank that is another life's by now")
         self._started.add(me)
+        if (me.run_uid, process.machine.name) in self._apart:
+            raise Violation("2: a process started on a machine that the others do not reach")
         if any(_place(other) == place for other in self.alive.get(me.run_uid, ())):
             raise Violation("1: a rank starts again beside a process of its life before")
         if admitted:
@@ -129,6 +138,7 @@ class Truth:
         self.checkpoints.committed(before, after)
         self._note_settled(before, after)
         self._note_seats(before, after)
+        self._note_network(before, after)
         if after.epoch != before.epoch:
             self._check_new_epoch(before, after)
         if _is_restart(before, after):
@@ -246,7 +256,25 @@ class Truth:
 
     # ---- machines ---------------------------------------------------------------------------------
 
+    def network_answered(self, uid: RunUid, verdict: ev.NetworkChecked) -> None:
+        """On its way to the coordinator."""
+        self._said_of_network[uid, verdict.number] = verdict
+
+    def coordinator_crashed(self) -> None:
+        """What was answered and is not durable was not heard."""
+        self._said_of_network.clear()
+
+    def _note_network(self, before: Gang, after: Gang) -> None:
+        """A verdict counts from when it is durable; nobody waits for one of an epoch that was stopped."""
+        if before.check is None or before.check == after.check or after.outcome is not None:
+            return
+        verdict = self._said_of_network.get((after.uid, before.check.number))
+        for refusal in () if verdict is None else verdict.refusals:
+            self.refusals += 1
+            self._apart.add((after.uid, refusal.machine))
+
     def machine_granted(self, machine: Machine, uid: RunUid) -> None:
+        self._apart.discard((uid, machine.name))
         if machine.processes:
             raise Violation("6: a machine is given away on which something still runs")
 
