@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import socket
 import struct
 import sys
@@ -44,6 +45,15 @@ _SECONDS = struct.Struct("!d")
 _RECEIVED = struct.Struct("!Qd")
 _RECEIVED_AT = 128
 """Of `struct tcp_info`, in bytes."""
+
+PACKAGES = {
+    "torch": ("torch",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+}
+"""Where torch's wheels bring them: CUDA 13's runtime has no number in its name."""
+IMAGE_VARIABLE = "GANGMESH_IMAGE"
+"""In an agent's environment: which image it runs in, as whoever builds it says."""
 
 CONNECT_LIMIT_S = 1.5
 """One lost SYN is sent again after a second (RFC 6298, section 2)."""
@@ -370,9 +380,12 @@ def _mtu_of(address: str) -> int:
 def versions() -> dict[str, str]:
     """Of what has to be alike on all members, without starting anything: as installed beside us, and the driver's."""
     found = {"gangmesh": __version__}
-    for name, package in (("torch", "torch"), ("nccl", "nvidia-nccl-cu12")):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(package)
+    for name, packages in PACKAGES.items():
+        for package in packages:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.setdefault(name, metadata.version(package))
+    if image := os.environ.get(IMAGE_VARIABLE):
+        found["image"] = image
     with contextlib.suppress(OSError):
         words = Path("/proc/driver/nvidia/version").read_text().split()
         found["driver"] = next((word for word in words if word[0].isdigit() and "." in word), "unknown")

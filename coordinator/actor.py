@@ -21,7 +21,17 @@ from ray.exceptions import RayError, RayTaskError
 from mesh.errors import InternalError, MeshError, MeshTimeoutError, TransportError
 from mesh.ids import Incarnation, MachineName
 from mesh.messages import COORDINATOR_NAME, MemberReport
-from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
+from mesh.netcheck.limits import CHECK_CALL_LIMIT_S
+from mesh.resources import (
+    Attempt,
+    DeploymentStatus,
+    Event,
+    Harm,
+    Machine,
+    NetworkReport,
+    ProviderPath,
+    Run,
+)
 
 CALL_TIMEOUT_S = 20.0
 HARM_LIMIT_S = 30.0
@@ -98,6 +108,13 @@ class RayCoordinator:
 
     async def list_machines(self) -> list[Machine]:
         return cast(list[Machine], await self._ask("list_machines"))
+
+    async def check_network(self, machines: list[str], nodes: int | None) -> NetworkReport:
+        asked = ("check_network", machines, nodes)
+        return cast(NetworkReport, await self._ask(*asked, extra_s=CHECK_CALL_LIMIT_S))
+
+    async def list_paths(self, parameters: float | None, members: int) -> list[ProviderPath]:
+        return cast(list[ProviderPath], await self._ask("list_paths", parameters, members))
 
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
         return cast(list[Event], await self._ask("events", after, run, limit, wait_s, extra_s=wait_s))

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from itertools import chain, repeat
 from typing import Any
 
 from agents.chaos import HarmOrder
@@ -34,15 +33,26 @@ from coordinator.core.gang_record import gang_of, record_of
 from coordinator.core.gang_state import Gang
 from coordinator.driver_care import DriverCare
 from coordinator.fleet import Fleet
+from coordinator.forgetting import forget_checkpoints
 from coordinator.gang_driver import GangDriver, StoreControl, real_now
 from coordinator.journal import Journal, RunRow
+from coordinator.network_watch import NetworkWatch
 from coordinator.rehearsal import harm_order, harm_resource
 from mesh.errors import ConflictError, MeshError, NotFoundError, StorageError
 from mesh.ids import MachineName, Rank, RunUid, new_run_uid, new_token
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
+from mesh.resources import (
+    Attempt,
+    DeploymentStatus,
+    Event,
+    Harm,
+    Machine,
+    NetworkReport,
+    ProviderPath,
+    Run,
+)
 from mesh.selectors import JOB_LABEL
 from mesh.states import HarmKind, RunState
 
@@ -51,9 +61,6 @@ EVENTS_PAGE_MAX = 1_000
 STOP_TIMEOUT_S = 5.0
 GIVE_BACK_LIMIT_S = 5.0
 """How long a delete waits for the machines of a run that has just ended."""
-
-FORGET_CHECKPOINTS_AGAIN_S = (1.0, 10.0, 60.0, 600.0)
-"""Pauses between the tries to remove a deleted run's checkpoints; the last one again and again."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +71,8 @@ class Coordinator:
     Args:
         journal: opened and closed by `start` and `stop`.
         join_order: what a member is told; made by whoever knows the deployment's addresses.
-        deployment: facts for `status` that do not change.
+        deployment: facts for `status` that do not change; where it is `local` no network has to be checked.
+        network: one of its own when left out.
     """
 
     def __init__(
@@ -76,9 +84,11 @@ class Coordinator:
         join_order: Callable[[RunPlan, OrderMember], JoinOrder],
         deployment: Mapping[str, Any],
         checkpoints: CheckpointStore | None = None,
+        network: NetworkWatch | None = None,
         now: Callable[[], Now] = real_now,
     ) -> None:
         self._checkpoints = checkpoints
+        self._network = network or NetworkWatch(fleet=fleet, journal=journal, used_by=self.used_by)
         self._journal = journal
         self._fleet = fleet
         self._store = store
@@ -104,9 +114,12 @@ class Coordinator:
     async def start(self) -> None:
         """Opens the journal, reads every run, and resumes what was under way."""
         await self._journal.open()
+        await self._network.start()
         await self._care.take_up(await self._journal.runs())
         for uid in await self._journal.uncleared():
-            self._in_background(self._forget_checkpoints(uid), f"forget checkpoints of {uid}")
+            self._in_background(
+                forget_checkpoints(self._checkpoints, self._journal, uid), f"forget checkpoints of {uid}"
+            )
 
     async def stop(self) -> None:
         """Stops deciding; the gangs run on. Idempotent."""
@@ -131,13 +144,14 @@ class Coordinator:
 
     def _adopt(self, gang: Gang, job: dict[str, Any]) -> GangDriver:
         driver = GangDriver(
-            GangCore(gang, new_token=new_token),
+            GangCore(gang, new_token=new_token, checks_network=not self._deployment.get("local", False)),
             journal=self._journal,
             fleet=self._fleet,
             store=self._store,
             join_order=lambda core, effect: self._join_order(core.gang.plan, effect),
             on_events=self._tell_news,
             checkpoints=self._checkpoints,
+            check_network=self._network.check_gang,
             now=self._now,
         )
         self._drivers[gang.uid] = driver
@@ -299,7 +313,10 @@ class Coordinator:
             del self._jobs[driver.uid]
             await self._stop_driver(driver.uid)
             self._care.forget(driver.uid)
-            self._in_background(self._forget_checkpoints(driver.uid), f"forget checkpoints of {name}")
+            self._in_background(
+                forget_checkpoints(self._checkpoints, self._journal, driver.uid),
+                f"forget checkpoints of {name}",
+            )
             clearing = self._in_background(self._clear_machines(driver.uid), f"clear machines of {name}")
             await asyncio.wait(
                 [clearing], timeout=GIVE_BACK_LIMIT_S
@@ -316,19 +333,6 @@ class Coordinator:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
-
-    async def _forget_checkpoints(self, uid: RunUid) -> None:
-        """In the background: a store that is away holds no delete up. The journal has it until it is done."""
-        delays_s = chain(FORGET_CHECKPOINTS_AGAIN_S, repeat(FORGET_CHECKPOINTS_AGAIN_S[-1]))
-        for delay_s in delays_s:
-            try:
-                if self._checkpoints is not None:
-                    await self._checkpoints.delete_run(uid)
-                await self._journal.cleared(uid)
-                return
-            except MeshError as error:
-                _log.warning("the checkpoints of the deleted run %s are still there: %s", uid, error)
-            await asyncio.sleep(delay_s)
 
     async def list_attempts(self, labels: Mapping[str, str]) -> list[Attempt]:
         """See `CoordinatorService.list_attempts`."""
@@ -347,6 +351,14 @@ class Coordinator:
             for facts in sorted(await self._fleet.machines(), key=lambda m: m.name)
             if facts.is_alive or not facts.is_cordoned or facts.name in used_by
         ]
+
+    async def check_network(self, machines: list[str], nodes: int | None) -> NetworkReport:
+        """See `CoordinatorService.check_network`."""
+        return await self._network.check_machines(machines, nodes)
+
+    async def list_paths(self, parameters: float | None, members: int) -> list[ProviderPath]:
+        """See `CoordinatorService.list_paths`."""
+        return self._network.paths(parameters=parameters, members=members)
 
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
         """See `CoordinatorService.events`."""

@@ -10,7 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
 from mesh.net import paths
 from mesh.net.paths import NetworkFacts, NoPath
+from mesh.netcheck.measurements import Seen
 from mesh.states import NetworkScope, TransportPolicy
 
 
@@ -64,6 +65,11 @@ class MachineFacts:
     """Where it stands; None: nothing is known beyond its address and its labels."""
 
     @property
+    def provider(self) -> str:
+        """Empty when it says none."""
+        return self.labels.get("provider", "")
+
+    @property
     def standing(self) -> NetworkFacts:
         return self.network or paths.facts_of(self.name, self.address, self.labels)
 
@@ -74,6 +80,14 @@ class HeldMachine:
 
     name: MachineName
     reservation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What a look at the network between machines has seen; `absent`: who could not be looked at, and why."""
+
+    seen: Seen
+    absent: dict[int, str]
 
 
 class MemberGoneError(PlacementError):
@@ -129,6 +143,13 @@ class Fleet(Protocol):
         """What is still wrong with the machine once harm for a time should be over, without the subject; None: nothing.
 
         Mends it where it can. A machine that is lost has nothing left. Raises MeshError when it does not answer.
+        """
+        ...
+
+    async def look(self, machines: Mapping[int, MachineName], *, fresh: Collection[int]) -> Looked:
+        """Measures the network between these, by rank: the ways of `fresh` ones. Ends within its own limits.
+
+        Raises MeshError when the fleet cannot be asked at all.
         """
         ...
 
@@ -189,9 +210,17 @@ def companions(shape: Shape, machines: Sequence[MachineFacts], held: Container[s
 
 
 def why_waiting(
-    shape: Shape, machines: list[MachineFacts], used_by: Mapping[str, str], *, coming: Sequence[str] = ()
+    shape: Shape,
+    machines: list[MachineFacts],
+    used_by: Mapping[str, str],
+    *,
+    coming: Sequence[str] = (),
+    apart: Sequence[str] = (),
 ) -> Waiting:
-    """One sentence: what is wanted, and machine by machine why it is not there. `coming` are being acquired."""
+    """What is wanted, and machine by machine why it is not there. `coming` are being acquired.
+
+    `apart`: why machines that are there are not offered together.
+    """
     wanted = f"{shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
     if shape.gpus_per_node:
         kinds = "/".join(shape.gpu_types) or "accelerators"
@@ -209,8 +238,10 @@ def why_waiting(
     fitting = [m for m in ordered if matches(m, shape) is None and m not in beside]
     free = [m for m in fitting if m.name not in used_by]
     is_enough = len(fitting) + len(still_coming) >= shape.nodes
+    not_together = "".join(f" Not offered together: {why}" for why in apart)
+    no_path = _no_path_sentence(shape, free, beside)
     return Waiting(
-        why=f"Waiting for {wanted}, all at once: {there}.{_no_path_sentence(shape, free, beside)}",
+        why=f"Waiting for {wanted}, all at once: {there}.{no_path}{not_together}",
         is_possible=is_enough and (bool(still_coming) or pick(shape, fitting, beside) is not None),
     )
 

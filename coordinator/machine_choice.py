@@ -10,12 +10,14 @@ Rules of this file:
 4. Only machines that have an allowed path together, and with what the run holds, are granted together; of the sets
    that have one, one with the best path.
 5. Then the machine with the fewest accelerators that will do is taken, then the one with the lowest name.
+6. Two providers that are apart (they never reached each other) are not in one set, nor one of them beside what a run holds
+   of the other. It is tried from each provider on, and the first set that will do is taken.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.core.effects import ReserveMachines
@@ -24,6 +26,16 @@ from coordinator.fleet import MachineFacts, Shape, companions, matches, pick
 from mesh.ids import MachineName, RunUid
 
 PATIENCE_S = 60.0
+APART_TOLD_MAX = 3
+
+WhyApart = Callable[[str, str], str | None]
+"""Why machines of two providers are not offered to one run; None when they are."""
+
+
+def together(a: str, b: str) -> str | None:
+    """All are."""
+    return None
+
 
 _WORDS = re.compile(r"\d+|\D+")
 
@@ -53,6 +65,7 @@ def choose(
     *,
     shunned: frozenset[MachineName] = frozenset(),
     now: float,
+    why_apart: WhyApart = together,
 ) -> list[Grant]:
     """Who gets what now. `asked` is in the order of their coming; `shunned` are not free for a while."""
     free = [m for m in machines if m.name not in taken and m.name not in shunned]
@@ -63,8 +76,9 @@ def choose(
             break
         fitting = [m for m in free if matches(m, one.shape) is None]
         fitting.sort(key=lambda m: (m.gpu_count, natural(m.name)))
-        beside = companions(one.shape, machines, {m for m, uid in taken.items() if uid == one.uid})
-        best = pick(one.shape, fitting, beside)
+        own = {m for m, uid in taken.items() if uid == one.uid}
+        beside = companions(one.shape, machines, own)
+        best = _first_set(one.shape, fitting, beside, why_apart)
         if best is not None:
             grants.append(Grant(asked=one, machines=tuple(sorted(best, key=lambda m: natural(m.name)))))
             kept = {m.name for m in best}
@@ -74,6 +88,40 @@ def choose(
             continue
         free = [m for m in free if m.name not in kept]
     return grants
+
+
+def _first_set(
+    shape: Shape, fitting: Sequence[MachineFacts], beside: Sequence[MachineFacts], why_apart: WhyApart
+) -> tuple[MachineFacts, ...] | None:
+    """Rules 4 to 6."""
+    if why_apart is together:
+        return pick(shape, fitting, beside)
+    held = {m.provider for m in beside}
+    providers = list(dict.fromkeys(m.provider for m in fitting if _fits(m.provider, held, why_apart)))
+    for first in providers:
+        group: set[str] = set()
+        for provider in [first, *providers]:
+            if _fits(provider, group, why_apart):
+                group.add(provider)
+        best = pick(shape, [m for m in fitting if m.provider in group], beside)
+        if best is not None:
+            return best
+    return None
+
+
+def _fits(provider: str, others: Collection[str], why_apart: WhyApart) -> bool:
+    return all(why_apart(provider, other) is None for other in others)
+
+
+def why_not_together(
+    shape: Shape, machines: Sequence[MachineFacts], taken: Container[MachineName], *, why_apart: WhyApart
+) -> list[str]:
+    """Of the free machines that fit: every reason why two of their providers are apart, once."""
+    if why_apart is together:
+        return []
+    free = sorted({m.provider for m in machines if m.name not in taken and matches(m, shape) is None})
+    reasons = (why_apart(a, b) for place, b in enumerate(free) for a in free[:place])
+    return [why for why in reasons if why is not None][:APART_TOLD_MAX]
 
 
 def shape_of(wish: ReserveMachines, gang: Gang) -> Shape:

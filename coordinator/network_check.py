@@ -14,6 +14,7 @@ import functools
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from mesh.errors import MeshError
 from mesh.netcheck import tournament
 from mesh.netcheck.limits import check_limit_s
 from mesh.netcheck.measurements import MemberFacts, Push, Reach, Seen, Way
@@ -30,8 +31,12 @@ SEGMENTS_TRIED = (1400, 1200, 536)
 (RFC 8200, section 5; RFC 9293, section 3.7.1)."""
 
 
+class EndGoneError(MeshError):
+    """A member's end does not answer: what it was to measure is missing, and the network is not to blame."""
+
+
 class Probing(Protocol):
-    """One member's end, wherever it is: `agents.probing.Prober`."""
+    """One member's end, wherever it is: `agents.probing.Prober`. Its methods may raise `EndGoneError`."""
 
     async def reach(self, others: Sequence[MemberFacts]) -> Mapping[int, Reach]: ...
 
@@ -50,7 +55,7 @@ async def check(
 ) -> Seen:
     """What is seen between these members, by rank: of every pair, or of those that one of `fresh` is in.
 
-    Raises, in an ExceptionGroup, what a member's end raises: a result of a measurement is no exception.
+    Raises, in an ExceptionGroup, what a member's end raises beside `EndGoneError`: a fault of ours.
     """
     one = _Check(members, fresh=members.keys() if fresh is None else fresh)
     with contextlib.suppress(TimeoutError):
@@ -79,33 +84,37 @@ class _Check:
     async def _reach(self, ways: Collection[Way]) -> None:
         async def of(rank: int) -> None:
             others = [self.seen.members[other] for sender, other in sorted(ways) if sender == rank]
-            for other, reach in (await self._members[rank][1].reach(others)).items():
-                self.seen.reach[rank, other] = reach
+            with contextlib.suppress(EndGoneError):
+                for other, reach in (await self._members[rank][1].reach(others)).items():
+                    self.seen.reach[rank, other] = reach
 
         async with asyncio.TaskGroup() as group:
             for rank in {sender for sender, _ in ways}:
                 group.create_task(of(rank))
 
     async def _heard(self, rank: int) -> None:
-        self.seen.heard.update((sender, rank) for sender in await self._members[rank][1].heard())
+        with contextlib.suppress(EndGoneError):
+            self.seen.heard.update((sender, rank) for sender in await self._members[rank][1].heard())
 
     async def _in_rounds(self, ways: Collection[Way], along: Callable[[Way], Awaitable[None]]) -> None:
         """These ways, in rounds of disjoint pairs, one direction after the other."""
         wanted = set(ways)
         pairs = {(min(way), max(way)) for way in wanted}
-        for meetings in tournament.rounds_of(pairs, members=max(self._members) + 1):
+        for meetings in tournament.rounds_of(pairs, members=max(self._members, default=0) + 1):
             for direction in (meetings, [(b, a) for a, b in meetings]):
                 await asyncio.gather(*(along(way) for way in direction if way in wanted))
 
     async def _push(self, way: Way, *, seconds: float = PUSH_S) -> None:
-        self.seen.add_push(way, Push(bytes_per_s=await self._pushed(way, seconds=seconds)))
+        with contextlib.suppress(EndGoneError):
+            self.seen.add_push(way, Push(bytes_per_s=await self._pushed(way, seconds=seconds)))
 
     async def _narrow(self, way: Way) -> None:
         """What size of packets comes through, where full-size ones do not."""
-        for segment_bytes in SEGMENTS_TRIED:
-            if await self._pushed(way, seconds=PUSH_S, segment_bytes=segment_bytes) is not None:
-                self.seen.push[way] = Push(segment_bytes_max=segment_bytes)
-                return
+        with contextlib.suppress(EndGoneError):
+            for segment_bytes in SEGMENTS_TRIED:
+                if await self._pushed(way, seconds=PUSH_S, segment_bytes=segment_bytes) is not None:
+                    self.seen.push[way] = Push(segment_bytes_max=segment_bytes)
+                    return
 
     async def _pushed(self, way: Way, *, seconds: float, segment_bytes: int | None = None) -> float | None:
         sender, receiver = way

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,9 +29,10 @@ from agents.chaos import HarmOrder
 from agents.node import MemberNode
 from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, HEAD_RESOURCE, MACHINE_LABEL
 from agents.sweep import remove_run_here, sweep_here
-from coordinator import ray_harm, ray_notes
+from coordinator import ray_check, ray_harm, ray_notes
 from coordinator.core.events import Placement
-from coordinator.fleet import HeldMachine, MachineFacts, MemberGoneError, Shape, Waiting
+from coordinator.fleet import HeldMachine, Looked, MachineFacts, MemberGoneError, Shape, Waiting
+from coordinator.machine_choice import WhyApart, together
 from coordinator.ray_call import ask_ray
 from coordinator.ray_groups import Key
 from coordinator.ray_reservations import RayReservations
@@ -61,14 +62,20 @@ class RayFleet:
         namespace: where the members' actors are named.
         member_config: what every MemberNode is constructed with; its machine is added.
         used_by: which run holds which machine, for the sentence on why a run waits.
+        why_apart: why two machines are not offered to one run; None where they are.
     """
 
     def __init__(
-        self, *, namespace: str, member_config: Mapping[str, Any], used_by: Callable[[], dict[str, str]]
+        self,
+        *,
+        namespace: str,
+        member_config: Mapping[str, Any],
+        used_by: Callable[[], dict[str, str]],
+        why_apart: WhyApart = together,
     ) -> None:
         self._namespace = namespace
         self._member_config = dict(member_config)
-        self._reservations = RayReservations(look=self.machines, used_by=used_by)
+        self._reservations = RayReservations(look=self.machines, used_by=used_by, why_apart=why_apart)
         self._cordoned: set[MachineName] | None = None
         """None until it has been read from Ray."""
         self._workers = WorkerKeeper()
@@ -129,6 +136,20 @@ class RayFleet:
     async def left_of_harm(self, order: HarmOrder) -> str | None:
         node = await self._node(order.machine)
         return None if node is None else await ray_harm.left_of(order, node["NodeID"])
+
+    # ---- the network ------------------------------------------------------------------------------
+
+    async def look(self, machines: Mapping[int, MachineName], *, fresh: Collection[int]) -> Looked:
+        nodes = await self._nodes()
+        spots, absent = {}, {}
+        for rank, machine in machines.items():
+            node = nodes.get(machine)
+            if node is None or not node["Alive"]:
+                absent[rank] = f"{machine} is lost."
+            else:
+                spots[rank] = ray_check.Spot(facts=_facts(node), node_id=node["NodeID"])
+        looked = await ray_check.look(spots, fresh=fresh)
+        return Looked(seen=looked.seen, absent={**absent, **looked.absent})
 
     # ---- reservations -----------------------------------------------------------------------------
 

@@ -30,7 +30,15 @@ from agents.raylet import SLOT_RESOURCE
 from coordinator import ray_groups, ray_notes
 from coordinator.core.events import Placement
 from coordinator.fleet import MachineFacts, Shape, Waiting, why_waiting
-from coordinator.machine_choice import Asked, Grant, choose, natural
+from coordinator.machine_choice import (
+    Asked,
+    Grant,
+    WhyApart,
+    choose,
+    natural,
+    together,
+    why_not_together,
+)
 from coordinator.ray_call import ask_ray
 from coordinator.ray_groups import Key
 from mesh.errors import MeshTimeoutError, TransportError
@@ -102,6 +110,7 @@ class RayReservations:
     Args:
         look: every machine, as it is now.
         used_by: which run holds which machine, for the sentence on why a run waits.
+        why_apart: why two machines are not offered to one run; None where they are.
         jitter: between 0 and 1.
     """
 
@@ -110,10 +119,12 @@ class RayReservations:
         *,
         look: Callable[[], Awaitable[list[MachineFacts]]],
         used_by: Callable[[], Mapping[str, str]],
+        why_apart: WhyApart = together,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._look = look
         self._used_by = used_by
+        self._why_apart = why_apart
         self._jitter = jitter
         self._books = _Books()
         self._is_loaded = False
@@ -192,7 +203,7 @@ class RayReservations:
         ]
         taken = {machine: held.key.uid for machine, held in books.held.items()}
         shunned = frozenset(m for m, s in books.shunned.items() if now < s.until)
-        for grant in choose(asked, machines, taken, shunned=shunned, now=now):
+        for grant in choose(asked, machines, taken, shunned=shunned, now=now, why_apart=self._why_apart):
             key = Key(grant.asked.uid, grant.asked.reservation)
             for facts in grant.machines:
                 books.held[facts.name] = _Held(key=key)
@@ -207,11 +218,13 @@ class RayReservations:
         coming = await ask_ray(ray_notes.read_coming)
         holders = {str(machine): f"run {held.key.uid}" for machine, held in self._books.held.items()}
         used_by = {**holders, **self._used_by()}
+        taken = self._books.held.keys()
         sentences: dict[Shape, Waiting] = {}  # thousands may wait for the same
         for wish in due:
             wish.told_at = now
             if wish.shape not in sentences:
-                sentences[wish.shape] = why_waiting(wish.shape, machines, used_by, coming=coming)
+                apart = why_not_together(wish.shape, machines, taken, why_apart=self._why_apart)
+                sentences[wish.shape] = why_waiting(wish.shape, machines, used_by, coming=coming, apart=apart)
             wish.on_waiting(sentences[wish.shape])
 
     # ---- an attempt -------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from coordinator.core.effects import OrderMember
 from coordinator.journal import SqlJournal
 from coordinator.member_certificates import MemberCertificates
 from coordinator.mesh_authority import MeshAuthority
+from coordinator.network_watch import NetworkWatch
 from coordinator.ray_fleet import RayFleet
 from coordinator.store_link import StoreLink
 from mesh.errors import InternalError, MeshError, StorageError, TransportError
@@ -43,6 +44,8 @@ _SERVED = frozenset(
         "delete",
         "list_attempts",
         "list_machines",
+        "check_network",
+        "list_paths",
         "events",
         "status",
         "shutdown",
@@ -64,20 +67,26 @@ class ServingCoordinator:
     def __init__(self, config: Mapping[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._config = config
+        journal = SqlJournal(config["db"])
         self._fleet = RayFleet(
             namespace=config["namespace"],
             member_config=config["member"],
             used_by=lambda: self._coordinator.used_by(),
+            why_apart=lambda a, b: self._network.why_apart(a, b),
+        )
+        self._network = NetworkWatch(
+            fleet=self._fleet, journal=journal, used_by=lambda: self._coordinator.used_by()
         )
         self._store = StoreLink(config["store_admin"], on_new_store=self._make_up_for_store)
         checkpoints = config.get("checkpoints")
         self._coordinator = Coordinator(
-            journal=SqlJournal(config["db"]),
+            journal=journal,
             fleet=self._fleet,
             store=self._store,
             join_order=self._join_order,
             deployment=config["deployment"],
             checkpoints=None if checkpoints is None else CheckpointStore(checkpoints),
+            network=self._network,
         )
         mesh = config.get("mesh")
         self._certificates = MemberCertificates(

@@ -124,6 +124,7 @@ def _epoch(gang: Gang, chapter: Chapter, then: Chapter | None) -> EpochStatus:
         "replaced": list(chapter.replaced),
         "restored": chapter.restored,
         "restoredStep": chapter.restored_step,
+        "network": chapter.network,
         "reason": None if chapter.reason is None else str(chapter.reason),
         "cause": None if chapter.cause is None else cause_resource(chapter.cause),
         "victims": list(chapter.victims),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from urllib.parse import quote
@@ -39,6 +39,7 @@ from mesh.errors import (
     TransportError,
 )
 from mesh.http_transport import CALL_LIMIT_S, Backoff, HttpStream, HttpTransport, checked_url
+from mesh.netcheck.limits import CHECK_CALL_LIMIT_S
 from mesh.reasons import Reason
 from mesh.sse import EventParser
 from mesh.states import HarmKind, RunState
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
         LogLine,
         Machine,
         NewJoinToken,
+        NetworkReport,
+        ProviderPath,
         Run,
         Submission,
         VersionInfo,
@@ -382,6 +385,26 @@ class MeshClient:
                 yield chunk
 
     # -- the deployment --------------------------------------------------------------------------------------
+
+    async def check_network(self, *, machines: Sequence[str] = (), nodes: int | None = None) -> NetworkReport:
+        """Measures the network between free machines: these, or all; of them `nodes`. Takes seconds.
+
+        Raises:
+            NotFoundError: there is no such machine.
+            ConflictError: one is in use or lost, there are too few or too many, or another check is under way.
+        """
+        body = {"machines": list(machines), "nodes": nodes}
+        limit_s = CALL_LIMIT_S + CHECK_CALL_LIMIT_S
+        return cast(
+            "NetworkReport", await self._http.call("POST", "/v1/network/check", body=body, limit_s=limit_s)
+        )
+
+    async def list_paths(
+        self, *, model_size: str | None = None, nodes: int | None = None
+    ) -> list[ProviderPath]:
+        """What all checks have shown, by pairs of providers; for a model (`7B`) with the length of an all-reduce."""
+        reply = await self._http.call("GET", "/v1/paths", query={"modelSize": model_size, "nodes": nodes})
+        return cast("list[ProviderPath]", reply["paths"])
 
     async def list_machines(self, labels: str = "") -> list[Machine]:
         """Machines that a label selector selects, by name."""

@@ -15,7 +15,14 @@ from typing import Any
 
 from aiohttp import web
 
-from coordinator.api import routes_deployment, routes_mesh, routes_rehearsal, routes_runs, routes_streams
+from coordinator.api import (
+    routes_deployment,
+    routes_mesh,
+    routes_network,
+    routes_rehearsal,
+    routes_runs,
+    routes_streams,
+)
 from coordinator.api.auth import bearer_middleware
 from coordinator.api.endpoints import CONTEXT, ApiContext
 from coordinator.api.failures import guard_requests
@@ -34,6 +41,7 @@ ENDPOINTS = (
     *routes_mesh.ENDPOINTS,
     *routes_runs.ENDPOINTS,
     *routes_rehearsal.ENDPOINTS,
+    *routes_network.ENDPOINTS,
     *routes_streams.ENDPOINTS,
 )
 

@@ -8,7 +8,7 @@ Rules of this file:
    state that does not allow the call, `TransportError` while the coordinator cannot be asked (it is being
    restarted). The last one says nothing about whether the call took effect, so the API repeats it only
    where repeating is harmless: reads, cancel, delete, and a submit, which always carries a request id.
-3. No call waits longer than a few seconds, except `events`, which waits at most `wait_s`.
+3. No call waits longer than a few seconds, except `events`, which waits at most `wait_s`, and `check_network`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
+from mesh.resources import (
+    Attempt,
+    DeploymentStatus,
+    Event,
+    Harm,
+    Machine,
+    NetworkReport,
+    ProviderPath,
+    Run,
+)
 
 Json = dict[str, Any]
 """One JSON object that is passed through."""
@@ -98,6 +107,18 @@ class CoordinatorService(Protocol):
 
     async def list_machines(self) -> list[Machine]:
         """Every machine of the deployment, by name."""
+        ...
+
+    async def check_network(self, machines: list[str], nodes: int | None) -> NetworkReport:
+        """Measures the network between free machines: these, or all there are; of them `nodes`, when that is given.
+
+        Takes seconds, and ends within its own limits. Raises NotFoundError for a name, ConflictError when a machine is
+        in use or lost, when there are too few or too many, and while another check is under way.
+        """
+        ...
+
+    async def list_paths(self, parameters: float | None, members: int) -> list[ProviderPath]:
+        """What all checks have shown, by providers; for a model of so many parameters, with an all-reduce's length."""
         ...
 
     async def reclaim(self, machine: str, grace_s: float, message: str) -> Machine:

@@ -81,6 +81,14 @@ class Journal(Protocol):
         """They are not any more."""
         ...
 
+    async def keep(self, name: str, text: str) -> None:
+        """Keeps one text of the deployment under a name, in place of what was kept there."""
+        ...
+
+    async def kept(self, name: str) -> str | None:
+        """None when nothing is kept under this name."""
+        ...
+
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:
         """At most `limit` events with `seq > after`, by `seq`."""
         ...

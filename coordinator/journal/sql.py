@@ -39,6 +39,9 @@ _meta = sa.Table(
     sa.Column("value", sa.Text, nullable=False),
 )
 
+_KEPT = "kept/"
+"""Before the names of texts that are kept beside the schema's number."""
+
 _runs = sa.Table(
     "runs",
     _metadata,
@@ -225,6 +228,18 @@ class SqlJournal:
     async def cleared(self, uid: RunUid) -> None:
         async with self._transaction() as connection:
             await connection.execute(_uncleared.delete().where(_uncleared.c.uid == uid))
+
+    async def keep(self, name: str, text: str) -> None:
+        key = _KEPT + name
+        async with self._transaction() as connection:
+            await connection.execute(_meta.delete().where(_meta.c.key == key))
+            await connection.execute(_meta.insert().values(key=key, value=text))
+
+    async def kept(self, name: str) -> str | None:
+        query = sa.select(_meta.c.value).where(_meta.c.key == _KEPT + name)
+        async with self._transaction() as connection:
+            text: str | None = (await connection.execute(query)).scalar()
+            return text
 
     async def events(self, *, after: int, uid: RunUid | None, limit: int) -> list[EventRow]:
         query = sa.select(_events).where(_events.c.seq > after).order_by(_events.c.seq).limit(limit)

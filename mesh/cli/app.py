@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from mesh.cli import (
     chaos,
+    check,
     deployment,
     describe,
     get,
@@ -55,7 +56,7 @@ app.command(
     epilog=run.EPILOG,
     context_settings={"allow_interspersed_args": False},
 )(run.run)
-app.command("get", short_help="List runs, attempts, machines or events.")(get.get)
+app.command("get", short_help="List runs, attempts, machines, events or paths.")(get.get)
 app.command("describe", short_help="Tell the story of a run.")(describe.describe)
 app.command("logs", short_help="Show what the ranks printed.")(logs.logs)
 app.command("wait", short_help="Wait until a run runs, is suspended, or has ended.")(runs.wait)
@@ -68,6 +69,7 @@ app.command("drain", short_help="Say that a machine goes away.")(machines.drain)
 app.command("token", short_help="Make, list or revoke tokens that machines join with.")(tokens.token)
 app.command("join", short_help="Let this machine join a deployment elsewhere.")(join.join)
 app.command("leave", short_help="Let this machine leave its deployment.")(join.leave)
+app.command("check", short_help="Measure the network between free machines.")(check.check)
 app.command("up", short_help="Start a deployment on this host.")(deployment.up)
 app.command("down", short_help="End the deployment on this host.")(deployment.down)
 app.command("status", short_help="Say whether a deployment runs, and how it is.")(deployment.status)

@@ -35,6 +35,7 @@ TOLD_KINDS = frozenset(
         *("MemberLost", "SelfFenced", "RankFailed", "FenceFailed", "Reclaimed", "Rehearsed", "NotUndone"),
         *("FenceOverdue", "Restarting", "Healthy", "SuspendRequested", "Resumed"),
         *("RankRestarting", "RankRestarted", "RankNotRestarted"),
+        *("NetworkChecked", "NetworkWarning", "NetworkUnchecked"),
     }
 )
 """Events whose own words are said; the others are for `mesh describe`."""

@@ -1,4 +1,4 @@
-"""`mesh get runs|attempts|machines|events`."""
+"""`mesh get runs|attempts|machines|events|paths`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Kind(StrEnum):
     ATTEMPTS = "attempts"
     MACHINES = "machines"
     EVENTS = "events"
+    PATHS = "paths"
 
 
 _NOTHING = {
@@ -26,6 +27,7 @@ _NOTHING = {
     Kind.ATTEMPTS: "There are no attempts.",
     Kind.MACHINES: "There are no machines.",
     Kind.EVENTS: "There are no events.",
+    Kind.PATHS: "No network has been checked yet. Check it: mesh check",
 }
 
 
@@ -35,6 +37,7 @@ def _kind(text: str) -> Kind:
         "node": "machines",
         "nodes": "machines",
         "event": "events",
+        "path": "paths",
     }
     try:
         return Kind(plural.get(text.lower(), text.lower()))
@@ -54,12 +57,46 @@ def get(
             help="key=value or key!=value, with commas between; nodus.dev/job and nodus.dev/rank work on all.",
         ),
     ] = "",
+    model_size: Annotated[
+        str | None,
+        typer.Option(
+            "--model-size",
+            metavar="PARAMETERS",
+            help="Of paths: how long one all-reduce of such a model's gradients takes there, such as 7B.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=2, max=64, metavar="N", help="Between so many machines; 2.")
+    ] = None,
     output: OutputOption = OutputFormat.TABLE,
     state: StateOption = None,
     url: UrlOption = None,
 ) -> None:
-    """Lists runs, attempts (one rank's part in one epoch), machines or events."""
+    """Lists runs, attempts (one rank's part in one epoch), machines, events, or the paths between providers."""
+    if kind is Kind.PATHS:
+        if name is not None or selector:
+            raise typer.BadParameter("paths are of the whole deployment: no run and no conditions.")
+        execute(lambda: _get_paths(model_size, nodes, output, state, url), state=state)
+        return
+    if model_size is not None or nodes is not None:
+        raise typer.BadParameter("--model-size and --nodes are about paths: mesh get paths.")
     execute(lambda: _get(kind, name, selector, output, state, url), state=state)
+
+
+async def _get_paths(
+    model_size: str | None, nodes: int | None, output: OutputFormat, state: Any, url: str | None
+) -> None:
+    from mesh.cli import tables
+    from mesh.cli.output import print_document, print_table
+
+    terminal = Terminal()
+    async with client_for(state, url) as client, terminal.working("Asking for paths"):
+        paths = await client.list_paths(model_size=model_size, nodes=nodes)
+    if output in (OutputFormat.JSON, OutputFormat.YAML):
+        print_document(terminal, {"paths": paths}, output)
+        return
+    columns = tables.paths(with_all_reduce=model_size is not None)
+    print_table(terminal, columns, paths, wide=output is OutputFormat.WIDE, nothing=_NOTHING[Kind.PATHS])
 
 
 async def _get(

@@ -21,7 +21,7 @@ _CHARGED = {
 
 
 def describe_progress(run: Mapping[str, Any]) -> list[str]:
-    """Restarts, the newest checkpoint, and how much of the time led somewhere."""
+    """Restarts, the newest checkpoint, the network, and how much of the time led somewhere."""
     from mesh.cli.output import age, clock, span
     from mesh.cli.terminal import printable
 
@@ -38,6 +38,8 @@ def describe_progress(run: Mapping[str, Any]) -> list[str]:
         what = f"{checkpoint['id']}, {step}{size(checkpoint['bytes'])}, {checkpoint['uri']}"
         when = f"{clock(checkpoint['at'])} ({age(checkpoint['at'])} ago)"
         lines.append(f"{'Checkpoint:':<14}{printable(what)}, committed {when}")
+    if status["epochs"] and status["epochs"][-1]["network"]:
+        lines.append(f"{'Network:':<14}{printable(status['epochs'][-1]['network'])}")
     if status["startedAt"] is not None:
         share = f"{productive['share']:.0%} of the time since it was submitted"
         lines.append(f"{'Productive:':<14}{span(productive['seconds'])}, {share}")

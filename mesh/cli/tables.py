@@ -1,10 +1,12 @@
-"""The columns of runs, attempts, machines and events."""
+"""The columns of runs, attempts, machines, events, paths, and of a network check."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mesh.cli.output import Column, Item, age, clock, end_of, span
+from mesh.netcheck.words import length, rate, round_trip
 
 
 def _status(run: Item) -> Any:
@@ -135,3 +137,61 @@ EVENTS = (
     Column(title="MESSAGE", text=lambda event: str(event["message"]), flexible=True),
     Column(title="SEQ", text=lambda event: str(event["seq"]), wide=True),
 )
+
+
+def _known(value: float | None, words: Callable[[float], str]) -> str:
+    return "-" if value is None else words(value)
+
+
+def _last_check(path: Item) -> str:
+    return clock(max(path["passedAt"] or 0.0, path["failedAt"] or 0.0))
+
+
+def paths(*, with_all_reduce: bool) -> tuple[Column, ...]:
+    """With the length of an all-reduce, when one was asked for."""
+    takes = Column(title="ALL-REDUCE", text=lambda path: _known(path["allReduceSeconds"], length))
+    return (
+        Column(
+            title="PROVIDERS",
+            text=lambda path: " - ".join(p or "?" for p in path["providers"]),
+            flexible=True,
+        ),
+        Column(title="PATH", text=lambda path: str(path["path"])),
+        Column(title="PASSED", text=lambda path: str(path["passed"])),
+        Column(title="FAILED", text=lambda path: str(path["failed"])),
+        Column(title="OFFERED", text=lambda path: "yes" if path["offered"] else "no"),
+        Column(title="ROUND TRIP", text=lambda path: _known(path["roundTripSeconds"], round_trip)),
+        Column(title="THROUGHPUT", text=lambda path: _known(path["bytesPerSecond"], rate)),
+        *((takes,) if with_all_reduce else ()),
+        Column(title="CHECKED", text=_last_check),
+        Column(title="LAST FAULT", text=lambda path: _optional(path["fault"]), wide=True),
+    )
+
+
+def _ports(way: Item) -> str:
+    if way["rendezvous"] is None:
+        return "not measured"
+    if way["rendezvous"] == way["ephemeral"]:
+        return str(way["rendezvous"])
+    return f"{way['rendezvous']}/{way['ephemeral']}"
+
+
+def _throughput(way: Item) -> str:
+    if way["bytesPerSecond"] is None and way["segmentBytesMax"] is not None:
+        return f"lost over {way['segmentBytesMax']} B"
+    is_lost = way["bytesPerSecond"] is None and way["rendezvous"] == way["ephemeral"] == "answered"
+    return "lost" if is_lost else _known(way["bytesPerSecond"], rate)
+
+
+WAYS = (
+    Column(title="FROM", text=lambda way: str(way["sender"]), flexible=True),
+    Column(title="TO", text=lambda way: str(way["receiver"]), flexible=True),
+    Column(title="PORTS", text=_ports),
+    Column(title="ROUND TRIP", text=lambda way: _known(way["roundTripSeconds"], round_trip)),
+    Column(title="THROUGHPUT", text=_throughput),
+    Column(title="CLOCK", text=lambda way: _known(way["clockOffsetSeconds"], _offset), wide=True),
+)
+
+
+def _offset(seconds: float) -> str:
+    return f"{seconds * 1e3:+.3g} ms" if abs(seconds) < 1 else f"{seconds:+.3g} s"

@@ -8,6 +8,8 @@ ROUND_S = 0.5
 MEMBERS_WITHIN_LIMIT = 8
 START_LIMIT_S = 20.0
 """By when both ends have to be there: a process start on every machine, in parallel. It is not part of the above."""
+CHECK_CALL_LIMIT_S = 60.0
+"""By when somebody who asks for a check of up to 16 machines has an answer."""
 
 
 def check_limit_s(members: int) -> float:

@@ -62,6 +62,8 @@ class PathBook:
 
     def __init__(self, lines: Iterable[PathLine] = ()) -> None:
         self._lines = {(line.providers, line.path): line for line in lines}
+        self._unoffered: dict[frozenset[str], PathLine] | None = None
+        """None while nobody has asked since something was noted."""
 
     def lines(self) -> list[PathLine]:
         """By the names of their providers."""
@@ -69,17 +71,20 @@ class PathBook:
 
     def unoffered(self) -> dict[frozenset[str], PathLine]:
         """Pairs of providers that have no path which is offered, with the line that says why."""
-        by_pair: dict[frozenset[str], list[PathLine]] = defaultdict(list)
-        for line in self._lines.values():
-            by_pair[frozenset(line.providers)].append(line)
-        return {
-            pair: max(lines, key=lambda line: line.measured_at)
-            for pair, lines in by_pair.items()
-            if not any(line.is_offered for line in lines)
-        }
+        if self._unoffered is None:
+            by_pair: dict[frozenset[str], list[PathLine]] = defaultdict(list)
+            for line in self._lines.values():
+                by_pair[frozenset(line.providers)].append(line)
+            self._unoffered = {
+                pair: max(lines, key=lambda line: line.measured_at)
+                for pair, lines in by_pair.items()
+                if not any(line.is_offered for line in lines)
+            }
+        return self._unoffered
 
     def note(self, seen: Seen, findings: Sequence[Finding], *, path: str, at: float) -> None:
         """Adds what one check has seen over this path."""
+        self._unoffered = None
         for providers, ways in _by_providers(seen).items():
             before = self._lines.get((providers, path)) or PathLine(providers=providers, path=path)
             self._lines[providers, path] = _line(before, seen, findings, ways, at)

@@ -17,6 +17,7 @@ from enum import StrEnum
 from statistics import median
 
 from mesh.netcheck.measurements import Dialled, PortKind, Reach, Seen, Way
+from mesh.netcheck.words import rate
 
 SLOW_SHARE = 0.6
 """Below this share of the usual throughput a way is slow: a link at half its speed is."""
@@ -30,7 +31,7 @@ MEMBER_WAYS_MIN = 2
 """A member whose ways are all bad, and at least so many, is told once instead of each way."""
 OFFSET_WARN_S = 5.0
 """Clocks that differ by more spoil the order of merged logs; by much more, certificates."""
-VERSIONS_THAT_MUST_AGREE = ("torch", "nccl", "cuda")
+VERSIONS_THAT_MUST_AGREE = ("torch", "nccl", "cuda", "image")
 """Ranks with different ones hang or crash in their first collective; NCCL says so only at its own debug level."""
 
 
@@ -282,8 +283,8 @@ def _slow(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             kind=FindingKind.SLOW,
             ranks=(rank,),
-            message=f"{_name(seen, rank)} {verb} {_rate(median(_rate_of(seen, way) for way in ways))}, where "
-            f"{_rate(median(usual[way] for way in ways))} are usual here.",
+            message=f"{_name(seen, rank)} {verb} {rate(median(_rate_of(seen, way) for way in ways))}, where "
+            f"{rate(median(usual[way] for way in ways))} are usual here.",
             hint="Every collective waits for its slowest member: take another one, or see who shares its link.",
             is_fault=False,
         )
@@ -291,16 +292,11 @@ def _slow(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             kind=FindingKind.SLOW,
             ranks=way,
-            message=f"From {_name(seen, way[0])} to {_name(seen, way[1])} {_rate(_rate_of(seen, way))} come through, "
-            f"where {_rate(usual[way])} are usual here.",
+            message=f"From {_name(seen, way[0])} to {_name(seen, way[1])} {rate(_rate_of(seen, way))} come through, "
+            f"where {rate(usual[way])} are usual here.",
             hint="Every collective waits for its slowest link: look at what lies between these two.",
             is_fault=False,
         )
-
-
-def _rate(bytes_per_s: float) -> str:
-    bits = bytes_per_s * 8
-    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 # ---- versions, clocks, what is missing ------------------------------------------------------------------
@@ -349,7 +345,8 @@ def _clocks(seen: Seen) -> Iterator[Finding]:
 
 
 def _unmeasured(seen: Seen) -> Iterator[Finding]:
-    missing = sorted(seen.asked - seen.reach.keys())
+    measured = {way for way, reach in seen.reach.items() if way in seen.push or not reach.is_open}
+    missing = sorted(seen.asked - measured)
     if missing:
         names = ", ".join(
             f"{seen.members[a].machine} to {seen.members[b].machine}" for a, b in missing[:TOLD_MAX]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from coordinator.core.events import Placement
-from coordinator.fleet import HeldMachine, MachineFacts, Shape, Waiting
+from coordinator.fleet import HeldMachine, Looked, MachineFacts, Shape, Waiting
 from mesh.ids import MachineName, RunUid
 from tests.contract.ray_fleet_host import LINE_BYTES_MAX, decode, encode
 from tests.fakes.fleet import FakeFleet
@@ -173,6 +173,10 @@ class RemoteFleet:
 
     async def held_by(self, uid: RunUid) -> list[HeldMachine]:
         return list(await self._stage.call("fleet", "held_by", uid))
+
+    async def look(self, machines: Mapping[int, MachineName], *, fresh: Collection[int]) -> Looked:
+        looked: Looked = await self._stage.call("fleet", "look", machines, fresh=fresh)
+        return looked
 
     async def cordon(self, machine: MachineName) -> None:
         await self._stage.call("fleet", "cordon", machine)

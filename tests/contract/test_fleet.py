@@ -208,6 +208,21 @@ async def test_a_machine_that_is_lost_while_it_is_held_is_given_back_and_not_giv
     assert got and got[0] not in (first, second)
 
 
+async def test_a_look_measures_every_way_of_the_new_ones_and_names_who_is_not_there(stage: Stage) -> None:
+    one, two, three = await stage.names()
+    async with asyncio.timeout(LIMIT_S):
+        looked = await stage.fleet.look({0: one, 2: two, 5: three}, fresh=[2])
+        nobody = await stage.fleet.look({0: MachineName("nobody"), 1: one}, fresh=[0, 1])
+    seen = looked.seen
+    assert looked.absent == {}
+    assert {rank: facts.machine for rank, facts in seen.members.items()} == {0: one, 2: two, 5: three}
+    assert seen.asked == seen.reach.keys() == seen.push.keys() == {(0, 2), (2, 0), (5, 2), (2, 5)}
+    assert all(reach.is_open for reach in seen.reach.values())
+    assert all(push.bytes_per_s for push in seen.push.values())
+    assert nobody.absent == {0: "nobody is lost."}
+    assert nobody.seen.reach == {}
+
+
 async def test_nobody_gets_a_machine_that_is_wanted_back(stage: Stage, asker: MakeAsker) -> None:
     one, two, three = (await stage.names())[:3]
     with pytest.raises(NotFoundError):

@@ -146,6 +146,17 @@ async def test_a_commit_replaces_the_record_and_adds_the_events_in_order(journal
     assert len(await journal.events(after=before, uid=None, limit=2)) == 2
 
 
+async def test_a_text_is_kept_under_its_name_in_place_of_the_last_one(journal: SqlJournal) -> None:
+    assert await journal.kept("paths") is None
+    for text in ("[1]", "[2]"):
+        await journal.keep("paths", text)
+    await journal.keep("schema", "no number")
+    assert await journal.kept("paths") == "[2]"
+    await journal.close()
+    await journal.open()
+    assert (await journal.kept("paths"), await journal.kept("schema")) == ("[2]", "no number")
+
+
 async def test_what_was_committed_is_there_for_the_next_process(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/journal.db"
     first = SqlJournal(url)

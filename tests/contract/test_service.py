@@ -413,3 +413,33 @@ async def test_harm_is_done_only_to_a_rank_that_is_there(subject: Subject) -> No
     await end(subject, "alone")
     with pytest.raises(ConflictError):
         await subject.service.chaos("alone", "LoseMachine", 0, None, False)
+
+
+async def test_the_network_between_free_machines_is_checked_without_a_run(subject: Subject) -> None:
+    report = await subject.service.check_network([], None)
+    TypeAdapter(resources.NetworkReport).validate_python(report)
+    assert report["passed"] and report["notChecked"] == {} and report["findings"] == []
+    names = [machine["name"] for machine in report["machines"]]
+    assert names == sorted(machine["name"] for machine in await subject.service.list_machines())
+    assert [(way["sender"], way["receiver"]) for way in report["ways"]] == [tuple(names), tuple(names[::-1])]
+    again = await subject.service.check_network(names, 2)
+    assert [machine["name"] for machine in again["machines"]] == names
+
+
+async def test_a_check_takes_two_free_machines_that_there_are(subject: Subject) -> None:
+    names = [machine["name"] for machine in await subject.service.list_machines()]
+    with pytest.raises(NotFoundError):
+        await subject.service.check_network([names[0], "nobody"], None)
+    for machines, nodes in (([names[0]], None), ([], 3)):
+        with pytest.raises(ConflictError, match=r"needs \d free machines"):
+            await subject.service.check_network(machines, nodes)
+
+
+async def test_paths_say_how_long_an_all_reduce_takes_when_they_are_asked(subject: Subject) -> None:
+    await subject.service.check_network([], None)
+    for path in await subject.service.list_paths(None, 2):
+        TypeAdapter(resources.ProviderPath).validate_python(path)
+        assert (path["passed"] > 0, path["offered"], path["allReduceSeconds"]) == (True, True, None)
+    [path] = await subject.service.list_paths(7e9, 2)
+    assert path["bytesPerSecond"] is not None and path["roundTripSeconds"] is not None
+    assert path["allReduceSeconds"] == pytest.approx(14e9 / path["bytesPerSecond"] + path["roundTripSeconds"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from agents.chaos import HarmOrder
 from coordinator.core.events import Placement
-from coordinator.fleet import HeldMachine, MachineFacts, Shape, Waiting, matches, why_waiting
+from coordinator.fleet import HeldMachine, Looked, MachineFacts, Shape, Waiting, matches, why_waiting
 from mesh.errors import NotFoundError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder
+from mesh.netcheck.measurements import Dialled, MemberFacts, Push, Reach, Seen
+
+OPEN = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.ANSWERED, round_trip_s=0.001, offset_s=0.0)
+SILENT = Reach(rendezvous=Dialled.SILENT, ephemeral=Dialled.SILENT)
 
 
 class FakeFleet:
@@ -34,6 +38,13 @@ class FakeFleet:
         self.left_of_harms: str | None = None
         self.dismissed: list[Incarnation] = []
         self.forgotten: list[RunUid] = []
+        self.looks: list[tuple[dict[int, MachineName], tuple[int, ...]]] = []
+        self.shut: set[tuple[str, str]] = set()
+        """Ways from one machine to another that nothing comes along."""
+        self.mute: set[str] = set()
+        """Machines on which no end of a network check comes up."""
+        self.providers: dict[str, str] = {}
+        """Of machines that are not `fake`'s."""
         self.unreachable = 0
         """So many of the next calls fail as if Ray could not be reached."""
         self._changed = asyncio.Condition()
@@ -41,7 +52,8 @@ class FakeFleet:
     async def machines(self) -> list[MachineFacts]:
         return [
             MachineFacts(
-                name=name, address=f"10.0.0.{i}", labels={"provider": "fake"}, gpu_type=None, gpu_count=0,
+                name=name, address=f"10.0.0.{i}", gpu_type=None, gpu_count=0,
+                labels={"provider": self.providers.get(name, "fake")},
                 is_alive=name not in self.lost, is_cordoned=name in self.cordoned,
             )
             for i, name in enumerate(self.names)
@@ -106,6 +118,32 @@ class FakeFleet:
 
     async def left_of_harm(self, order: HarmOrder) -> str | None:
         return self.left_of_harms
+
+    async def look(self, machines: Mapping[int, MachineName], *, fresh: Collection[int]) -> Looked:
+        """Everything is well, but for the ways in `shut`; machines in `mute` cannot be looked at."""
+        self._may_fail()
+        self.looks.append((dict(machines), tuple(fresh)))
+        absent = {rank: f"{name} does not answer." for rank, name in machines.items() if name in self.mute}
+        absent |= {r: f"{n} is lost." for r, n in machines.items() if n not in self.names or n in self.lost}
+        providers = {facts.name: facts.labels["provider"] for facts in await self.machines()}
+        there = {rank: name for rank, name in machines.items() if rank not in absent}
+        ways = {(a, b) for a in there for b in there if a != b and (a in fresh or b in fresh)}
+        shut = {way for way in ways if (there[way[0]], there[way[1]]) in self.shut}
+        return Looked(
+            seen=Seen(
+                members={
+                    rank: MemberFacts(
+                        rank=rank, machine=name, address=f"10.0.0.{name[1:]}", rendezvous_port=29500,
+                        ephemeral_port=40000, place=providers[name],
+                    )
+                    for rank, name in there.items()
+                },
+                asked=ways,
+                reach={way: SILENT if way in shut else OPEN for way in ways},
+                push={way: Push(bytes_per_s=1e9) for way in ways - shut},
+            ),
+            absent=absent,
+        )  # fmt: skip
 
     async def order(self, order: JoinOrder, reservation: int) -> None:
         self._may_fail()

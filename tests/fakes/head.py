@@ -2,7 +2,8 @@
 
 $FAKE_HEAD makes it misbehave: `refuse` (tells an error and ends), `crash` (ends without a word), `slow` (waits for the
 file `go` in the state folder before it is ready). A file `outage` in the state folder makes the coordinator unreachable
-for as long as it is there; SIGUSR1 cuts every open connection.
+for as long as it is there; machines that are named in a file `apart` are reached by nobody. SIGUSR1 cuts every open
+connection.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ async def serve(options: argparse.Namespace) -> int:
     os.close(options.ready_fd)
     while not stop.is_set():
         service.outage = (options.state / "outage").exists()
+        apart = options.state / "apart"
+        service.apart = set(apart.read_text().split()) if apart.exists() else set()
         await asyncio.sleep(LOOK_S)
     await runner.cleanup()
     await service.stop()

@@ -23,13 +23,25 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.network_view import path_resource
 from mesh.errors import ConflictError, NotFoundError, TransportError
+from mesh.netcheck.path_book import PathLine
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
-from mesh.resources import Attempt, DeploymentStatus, Event, Harm, Machine, Run
+from mesh.resources import (
+    Attempt,
+    DeploymentStatus,
+    Event,
+    Harm,
+    Machine,
+    NetworkReport,
+    ProviderPath,
+    Run,
+)
 from mesh.selectors import attempt_labels, run_labels
 from mesh.states import FailurePolicy
 from tests.fakes.service_logs import FakeLogs
+from tests.fakes.service_network import fake_report
 from tests.fakes.service_runs import FakeRun, steps_of
 
 LOOK_S = 0.02
@@ -42,6 +54,8 @@ class FakeService:
     def __init__(self, *, machines: int = 2, gpu_type: str | None = None, gpu_count: int = 0) -> None:
         self.outage = False
         self.allows_chaos = True
+        self.apart: set[str] = set()
+        """Machines that nobody reaches."""
         self.calls: list[str] = []
         self.logs = FakeLogs()
         self._gpus = {"type": gpu_type, "count": gpu_count}
@@ -212,6 +226,28 @@ class FakeService:
         await self._tell(run, "Rehearsed", message, rank)
         run.wishes.put_nowait(("kill" if kind == "KillRank" else "loss", rank))
         return harm
+
+    async def check_network(self, machines: list[str], nodes: int | None) -> NetworkReport:
+        """All is well, unless one of the machines is named in `apart`."""
+        self._enter("check_network")
+        known = {machine["name"]: machine for machine in await self.list_machines()}
+        for name in machines:
+            if name not in known:
+                raise NotFoundError(
+                    f"There is no machine named '{name}'.", hint="See them: mesh get machines"
+                )
+        names = (machines or sorted(n for n, m in known.items() if m["run"] is None))[:nodes]
+        if len(names) < max(2, nodes or 2):
+            raise ConflictError(f"A check needs {max(2, nodes or 2)} free machines; there are {len(names)}.")
+        return fake_report(names, apart=self.apart)
+
+    async def list_paths(self, parameters: float | None, members: int) -> list[ProviderPath]:
+        self._enter("list_paths")
+        line = PathLine(
+            providers=("aws", "gcp"), path="private", passed=3, passed_at=1.7e9, round_trip_s=0.01,
+            bytes_per_s=125e6,
+        )  # fmt: skip
+        return [path_resource(line, parameters=parameters, members=members)]
 
     async def events(self, after: int, run: str | None, limit: int, wait_s: float) -> list[Event]:
         self._enter("events")

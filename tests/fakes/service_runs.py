@@ -50,7 +50,7 @@ class FakeRun:
         status["epoch"] += 1
         kept = [rank for rank, machine in machines.items() if before.get(rank) == machine]
         checkpoint = status["checkpoint"] or {"id": None, "step": None}
-        unknown = ("openedAt", "runningAt", "stoppedAt", "endedAt", "reason", "cause", "chargedTo")
+        unknown = ("openedAt", "runningAt", "stoppedAt", "endedAt", "network", "reason", "cause", "chargedTo")
         chapter = dict.fromkeys(unknown)
         status["epochs"].append(
             {

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.fleet import MachineFacts, Shape, why_waiting
-from coordinator.machine_choice import PATIENCE_S, Asked, choose, natural
+from coordinator.machine_choice import (
+    PATIENCE_S,
+    Asked,
+    WhyApart,
+    choose,
+    natural,
+    together,
+    why_not_together,
+)
 from mesh.ids import MachineName, RunUid
 from mesh.net.paths import NetworkFacts
 from mesh.states import NetworkScope, TransportPolicy
@@ -32,6 +40,7 @@ def granted(
     *,
     shunned: tuple[str, ...] = (),
     now: float = 1.0,
+    why_apart: WhyApart = together,
 ) -> dict[str, list[str]]:
     grants = choose(
         waiting,
@@ -39,6 +48,7 @@ def granted(
         {MachineName(m): RunUid(uid) for m, uid in (taken or {}).items()},
         shunned=frozenset(MachineName(name) for name in shunned),
         now=now,
+        why_apart=why_apart,
     )
     return {grant.asked.uid: [m.name for m in grant.machines] for grant in grants}
 
@@ -175,3 +185,46 @@ def test_a_run_that_waits_for_a_path_says_so_and_keeps_nothing_from_others() -> 
     assert "No allowed path" in busy.why
     now = PATIENCE_S + 1
     assert granted([wanting(2), asked("small", 1, since=now)], HIDDEN[:2], now=now) == {"small": ["m-1"]}
+
+
+# ---- providers that are apart -------------------------------------------------------------------------
+
+
+def apart(a: str, b: str) -> str | None:
+    """`a` and `b` never reached each other."""
+    return "a and b are apart." if {a, b} == {"a", "b"} else None
+
+
+def of(name: str) -> MachineFacts:
+    return replace(machine(name), labels={"provider": name[0]})
+
+
+MIXED = [of(name) for name in ("a-1", "b-1", "b-2", "c-1", "c-2")]
+
+
+def test_machines_that_never_reached_each_other_are_not_given_to_one_run() -> None:
+    assert granted([asked("x", 2)], MIXED[:3], why_apart=apart) == {"x": ["b-1", "b-2"]}
+    assert granted([asked("x", 3)], MIXED[:4], why_apart=apart) == {"x": ["b-1", "b-2", "c-1"]}
+    assert granted([asked("x", 2)], [MIXED[0], MIXED[1]], why_apart=apart) == {}
+    assert granted([asked("x", 5)], MIXED, why_apart=apart) == {}
+    assert granted([asked("x", 3), asked("y", 2)], MIXED, why_apart=apart) == {
+        "x": ["a-1", "c-1", "c-2"],
+        "y": ["b-1", "b-2"],
+    }
+
+
+def test_a_replacement_fits_to_the_machines_that_the_run_has() -> None:
+    one = wanting(1, "b-1")
+    assert granted([one], MIXED, {"b-1": "run"}, why_apart=apart) == {"run": ["b-2"]}
+    assert granted([one], MIXED[:2], {"b-1": "run"}, why_apart=apart) == {}
+    assert granted([one], MIXED[:2], {"b-1": "another"}, why_apart=apart) == {"run": ["a-1"]}
+
+
+def test_why_it_waits_says_which_providers_are_not_offered_together() -> None:
+    shape = asked("x", 2).shape
+    reasons = why_not_together(shape, MIXED, {"b-2"}, why_apart=apart)
+    assert reasons == ["a and b are apart."]
+    waiting = why_waiting(shape, MIXED[:2], {}, apart=reasons)
+    assert waiting.why.endswith("a-1 free; b-1 free. Not offered together: a and b are apart.")
+    assert why_not_together(shape, MIXED[1:], {}, why_apart=apart) == []
+    assert why_not_together(shape, MIXED, {}, why_apart=together) == []
