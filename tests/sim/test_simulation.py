@@ -100,6 +100,7 @@ LIVES: dict[str, tuple[tuple[float, Incident], ...]] = {
         (16.0, Incident.AGENT_DIED),
     ),
     "a rank starts again alone": (),
+    "the network is checked, and a machine is lost": ((14.0, Incident.MACHINE_LOST),),
 }
 
 
@@ -114,7 +115,15 @@ def live(life: str, faults: Faults, *more: tuple[float, Incident]) -> World:
     is_for_rank = life == "a rank starts again alone"
     policy = FailurePolicy.RESTART_RANK if is_for_rank else None
     faults = replace(faults, long_run=1.0)
-    world = World(8, nodes=2, machines=5, faults=faults, max_restarts=3, policy=policy)
+    world = World(
+        8,
+        nodes=2,
+        machines=5,
+        faults=faults,
+        checks_network=life.startswith("the network"),
+        max_restarts=3,
+        policy=policy,
+    )
     if is_for_rank:
         world.after(6.0, fail_rank_1, world)
     for at_s, incident in (*LIVES[life], *more):
@@ -126,6 +135,16 @@ def test_a_rank_that_fails_starts_again_alone() -> None:
     world = live("a rank starts again alone", NO_FAULTS)
     assert world.truth.again == 1
     assert [gang.epoch for gang in world.coordinator.journal.values()] == [1]
+
+
+def test_machines_that_the_others_do_not_reach_are_replaced_and_the_gang_runs() -> None:
+    faults = replace(NO_FAULTS, network_refuses=0.4, network_unchecked=0.1, network_silent=0.1)
+    refusals = 0
+    for seed in range(100):
+        world = World(seed, nodes=3, machines=6, faults=faults, checks_network=True).run()
+        assert set(world.final_states().values()) <= {RunState.SUCCEEDED, RunState.FAILED}
+        refusals += world.truth.refusals
+    assert refusals > 50
 
 
 @pytest.mark.parametrize("life", LIVES)
