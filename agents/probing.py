@@ -76,6 +76,7 @@ class Prober:
         rank, name, address: which member; `address` is where the others reach it, and where it dials from.
         key: the check's secret, 16 bytes.
         place: provider and region.
+        ports: to listen on exactly these, the rendezvous port first: where nothing else comes through.
         rendezvous_port: asked for on every member, as training will ask for it on rank 0.
     """
 
@@ -88,12 +89,13 @@ class Prober:
         key: bytes,
         place: str = "",
         rendezvous_port: int = machine.MASTER_PORT_FIRST,
+        ports: tuple[int, int] | None = None,
     ) -> None:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         self._rank, self._name, self._address, self._place = rank, name, address, place
         self._key = key
-        self._wanted_port = rendezvous_port
+        self._wanted_port, self._fixed_ports = rendezvous_port, ports
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reservation: machine.PortReservation | None = None
@@ -107,9 +109,12 @@ class Prober:
 
     async def start(self) -> MemberFacts:
         """Listens. Raises PlacementError when it cannot."""
-        self._reservation = await asyncio.to_thread(machine.reserve_port, wanted=self._wanted_port)
+        rendezvous, ephemeral = self._fixed_ports or (0, 0)
+        if self._fixed_ports is None:
+            self._reservation = await asyncio.to_thread(machine.reserve_port, wanted=self._wanted_port)
+            rendezvous = self._reservation.port
         try:
-            ports = [self._listen(self._reservation.port), self._listen(0)]
+            ports = [self._listen(rendezvous), self._listen(ephemeral)]
             self._datagrams, _ = await asyncio.get_running_loop().create_datagram_endpoint(
                 lambda: _Listening(self._on_datagram), local_addr=(self._address, ports[1])
             )

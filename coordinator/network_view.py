@@ -18,7 +18,6 @@ def report(
     findings: Sequence[Finding],
     machines: Sequence[MachineName],
     *,
-    path: str,
     at: float,
     seconds: float,
 ) -> NetworkReport:
@@ -29,7 +28,6 @@ def report(
         "passed": is_complete and not any(finding.is_fault for finding in findings),
         "at": at,
         "seconds": round(seconds, 3),
-        "path": path,
         "machines": [
             {
                 "name": facts.machine,
@@ -52,6 +50,7 @@ def _way(seen: Seen, way: Way) -> NetworkWay:
     return {
         "sender": seen.members[way[0]].machine,
         "receiver": seen.members[way[1]].machine,
+        "path": str(seen.path_of(way)),
         "rendezvous": None if reach is None else str(reach.rendezvous),
         "ephemeral": None if reach is None else str(reach.ephemeral),
         "roundTripSeconds": None if reach is None else reach.round_trip_s,

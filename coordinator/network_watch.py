@@ -28,11 +28,8 @@ from mesh.netcheck.refusals import refusals
 from mesh.netcheck.verdict import Finding, judge
 from mesh.netcheck.words import summary
 from mesh.resources import NetworkReport, ProviderPath
-from mesh.states import Transport
 
 KEPT_AS = "paths"
-PATH = Transport.PRIVATE
-"""What machines of a deployment without gateways speak over."""
 MACHINES_MAX = 16
 """Of one `mesh check`."""
 TOLD_MAX = 8
@@ -115,12 +112,12 @@ class NetworkWatch:
             findings = judge(looked.seen)
             await self._note(looked, findings)
             seconds = time.monotonic() - began
-            return network_view.report(looked, findings, machines, path=PATH, at=at, seconds=seconds)
+            return network_view.report(looked, findings, machines, at=at, seconds=seconds)
 
     # ---- paths ------------------------------------------------------------------------------------
 
     async def _note(self, looked: Looked, findings: Sequence[Finding]) -> None:
-        self._book.note(looked.seen, findings, path=PATH, at=self._wall())
+        self._book.note(looked.seen, findings, at=self._wall())
         try:
             await self._journal.keep(KEPT_AS, json.dumps(self._book.to_record()))
         except StorageError as error:

@@ -13,23 +13,28 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from agents.mesh_ports import CHECK_PORTS
 from agents.probe_node import ProbeNode
 from agents.probing import CONNECT_LIMIT_S, ECHO_LIMIT_S, KEY_BYTES
-from coordinator.fleet import Looked, MachineFacts
+from agents.raylet import ADDRESS_LABEL, DIALABLE_LABEL, TRANSPORT_LABEL
+from coordinator.fleet import Looked
 from coordinator.network_check import EndGoneError, check
 from coordinator.ray_call import ask_ray
 from mesh.errors import MeshError
 from mesh.ids import MachineName
 from mesh.netcheck.limits import START_LIMIT_S
 from mesh.netcheck.measurements import MemberFacts, Reach
+from mesh.states import Transport
 
+ON_THE_MESH = "mesh"
+"""The value of the label `gangmesh.transport`."""
 CALL_SLACK_S = 2.0
 """Over what a measurement takes at most: the way to its end and back, and a busy machine."""
 
@@ -38,10 +43,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A machine, and the node that it is now."""
+    """A machine, and the node that it is now. `ports`: where it may listen for others; None for any."""
 
-    facts: MachineFacts
+    name: MachineName
     node_id: str
+    address: str
+    place: str
+    path: Transport = Transport.PRIVATE
+    ports: tuple[int, int] | None = None
+
+
+def spot_of(name: MachineName, node: Mapping[str, Any]) -> Spot:
+    """Of a living node: behind its gateway's address where it is on the mesh, at its members' address elsewhere."""
+    labels = node["Labels"]
+    place = "/".join(labels.get(word, "") for word in ("provider", "region"))
+    if labels.get(TRANSPORT_LABEL) != ON_THE_MESH:
+        address = labels.get(ADDRESS_LABEL, node["NodeManagerAddress"])
+        return Spot(name=name, node_id=node["NodeID"], address=address, place=place)
+    return Spot(
+        name=name,
+        node_id=node["NodeID"],
+        address=node["NodeManagerAddress"],
+        place=place,
+        path=Transport.DIRECT if labels.get(DIALABLE_LABEL) == "1" else Transport.RELAYED,
+        ports=CHECK_PORTS,
+    )
 
 
 class RayEnd:
@@ -90,13 +116,13 @@ async def look(spots: Mapping[int, Spot], *, fresh: Collection[int]) -> Looked:
     try:
         for rank, spot in spots.items():
             handles[rank] = await ask_ray(_create, rank, spot, key)
-        ends = {rank: RayEnd(spots[rank].facts.name, handle) for rank, handle in handles.items()}
+        ends = {rank: RayEnd(spots[rank].name, handle) for rank, handle in handles.items()}
         begun = await asyncio.gather(*(end.start() for end in ends.values()), return_exceptions=True)
         members: dict[int, tuple[MemberFacts, RayEnd]] = {}
         absent: dict[int, str] = {}
         for (rank, end), facts in zip(ends.items(), begun, strict=True):
             if isinstance(facts, MemberFacts):
-                members[rank] = (facts, end)
+                members[rank] = (replace(facts, path=spots[rank].path), end)
             elif isinstance(facts, EndGoneError):
                 absent[rank] = facts.message
             else:
@@ -125,13 +151,13 @@ async def _await(reference: Any) -> None:
 
 
 def _create(rank: int, spot: Spot, key: bytes) -> Any:
-    labels = spot.facts.labels
     config = {
         "rank": rank,
-        "name": str(spot.facts.name),
-        "address": spot.facts.address,
+        "name": str(spot.name),
+        "address": spot.address,
         "key": key,
-        "place": "/".join(labels.get(word, "") for word in ("provider", "region")),
+        "place": spot.place,
+        "ports": spot.ports,
     }
     here = NodeAffinitySchedulingStrategy(spot.node_id, soft=False)
     return ProbeNode.options(scheduling_strategy=here).remote(config)

@@ -147,7 +147,7 @@ class RayFleet:
             if node is None or not node["Alive"]:
                 absent[rank] = f"{machine} is lost."
             else:
-                spots[rank] = ray_check.Spot(facts=_facts(node), node_id=node["NodeID"])
+                spots[rank] = ray_check.spot_of(machine, node)
         looked = await ray_check.look(spots, fresh=fresh)
         return Looked(seen=looked.seen, absent={**absent, **looked.absent})
 

@@ -405,6 +405,8 @@ class NetworkWay(TypedDict):
     sender: str
     """Who dials, and sends."""
     receiver: str
+    path: str
+    """private, public, direct or relayed."""
     rendezvous: str | None
     """How it went at the rendezvous port: answered, refused, silent, mute (nothing came through) or stranger."""
     ephemeral: str | None
@@ -439,7 +441,6 @@ class NetworkReport(TypedDict):
     at: float
     seconds: float
     """How long it took."""
-    path: str
     machines: list[NetworkMachine]
     ways: list[NetworkWay]
     findings: list[NetworkFinding]

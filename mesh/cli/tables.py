@@ -186,6 +186,7 @@ def _throughput(way: Item) -> str:
 WAYS = (
     Column(title="FROM", text=lambda way: str(way["sender"]), flexible=True),
     Column(title="TO", text=lambda way: str(way["receiver"]), flexible=True),
+    Column(title="PATH", text=lambda way: str(way["path"]), wide=True),
     Column(title="PORTS", text=_ports),
     Column(title="ROUND TRIP", text=lambda way: _known(way["roundTripSeconds"], round_trip)),
     Column(title="THROUGHPUT", text=_throughput),

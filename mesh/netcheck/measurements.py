@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mesh.states import Transport
+
 Way = tuple[int, int]
 """From one rank to another: who dials, and who is dialled."""
 
@@ -49,6 +51,8 @@ class MemberFacts:
     rendezvous_port: int
     ephemeral_port: int
     place: str = ""
+    path: Transport = Transport.PRIVATE
+    """How it is reached."""
     mtu_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -103,6 +107,10 @@ class Seen:
 
     pushes: Counter[Way] = field(default_factory=Counter)
     """How often each way was measured."""
+
+    def path_of(self, way: Way) -> Transport:
+        """What two members speak over: the slower of how each is reached."""
+        return max((self.members[rank].path for rank in way), key=list(Transport).index)
 
     def add_push(self, way: Way, push: Push) -> None:
         """Keeps the best measurement: a busy moment slows a link down, nothing speeds it up."""

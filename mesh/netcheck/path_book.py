@@ -82,10 +82,10 @@ class PathBook:
             }
         return self._unoffered
 
-    def note(self, seen: Seen, findings: Sequence[Finding], *, path: str, at: float) -> None:
-        """Adds what one check has seen over this path."""
+    def note(self, seen: Seen, findings: Sequence[Finding], *, at: float) -> None:
+        """Adds what one check has seen."""
         self._unoffered = None
-        for providers, ways in _by_providers(seen).items():
+        for (providers, path), ways in _by_path(seen).items():
             before = self._lines.get((providers, path)) or PathLine(providers=providers, path=path)
             self._lines[providers, path] = _line(before, seen, findings, ways, at)
         while len(self._lines) > LINES_MAX:
@@ -100,12 +100,12 @@ class PathBook:
         return cls(PathLine(**{**line, "providers": tuple(line["providers"])}) for line in record)
 
 
-def _by_providers(seen: Seen) -> dict[Providers, set[Way]]:
-    """Ways that were measured, by the providers of their ends."""
-    found: dict[Providers, set[Way]] = defaultdict(set)
+def _by_path(seen: Seen) -> dict[tuple[Providers, str], set[Way]]:
+    """Ways that were measured, by the providers of their ends and how they are reached."""
+    found: dict[tuple[Providers, str], set[Way]] = defaultdict(set)
     for way in seen.reach:
         a, b = sorted(seen.members[rank].provider for rank in way)
-        found[a, b].add(way)
+        found[(a, b), str(seen.path_of(way))].add(way)
     return found
 
 

@@ -18,6 +18,7 @@ from statistics import median
 
 from mesh.netcheck.measurements import Dialled, PortKind, Reach, Seen, Way
 from mesh.netcheck.words import rate
+from mesh.states import Transport
 
 SLOW_SHARE = 0.6
 """Below this share of the usual throughput a way is slow: a link at half its speed is."""
@@ -29,6 +30,8 @@ SLOW_WAYS_MIN = 4
 """Fewer ways than this have no "usual" throughput."""
 MEMBER_WAYS_MIN = 2
 """A member whose ways are all bad, and at least so many, is told once instead of each way."""
+OVERLAY_PATHS = (Transport.DIRECT, Transport.RELAYED)
+"""Between gateways: every connection is taken at once, and what becomes of it shows later."""
 OFFSET_WARN_S = 5.0
 """Clocks that differ by more spoil the order of merged logs; by much more, certificates."""
 VERSIONS_THAT_MUST_AGREE = ("torch", "nccl", "cuda", "image")
@@ -186,6 +189,9 @@ def _is_shut(reach: Reach) -> bool:
 
 def _ports_words(seen: Seen, rank: int, reach: Reach) -> str:
     facts = seen.members[rank]
+    if facts.path in OVERLAY_PATHS:
+        worst = reach.ephemeral if reach.rendezvous is Dialled.ANSWERED else reach.rendezvous
+        return f"the way through their gateways ({facts.path}) {_DIALLED_WORDS[worst]}"
     parts = []
     for kind, port, dialled in (
         (PortKind.RENDEZVOUS, facts.rendezvous_port, reach.rendezvous),
@@ -206,6 +212,11 @@ _DIALLED_WORDS = {
 
 def _port_hint(seen: Seen, rank: int, reach: Reach, *, sender: str) -> str:
     facts = seen.members[rank]
+    if facts.path in OVERLAY_PATHS:
+        return (
+            f"See that both reach the head's mesh port and that {facts.machine}'s gateway runs; where it is dialled "
+            f"directly, admit its mesh port from {sender}."
+        )
     if Dialled.STRANGER in _sort_of(reach):
         return (
             f"Something before {facts.machine} takes its connections: a proxy, or a NAT in front of several."
@@ -253,12 +264,12 @@ def _packets_lost(seen: Seen, ranks: tuple[int, ...], where: str, ways: Sequence
 
 
 def _usual(seen: Seen) -> dict[Way, float]:
-    """The throughput that is usual for each way, by where its ends are; without those of which too few are known."""
+    """The usual throughput of each way, by its ends' places and its path; without those of which too few are known."""
     rates: dict[tuple[str, ...], dict[Way, float]] = defaultdict(dict)
     for way, push in seen.push.items():
         if push.bytes_per_s is not None:
-            places = tuple(sorted(seen.members[rank].place for rank in way))
-            rates[places][way] = push.bytes_per_s
+            places = sorted(seen.members[rank].place for rank in way)
+            rates[*places, seen.path_of(way)][way] = push.bytes_per_s
     known = [alike for alike in rates.values() if len(alike) >= SLOW_WAYS_MIN]
     return {way: _quantile(alike.values()) for alike in known for way in alike}
 

@@ -34,4 +34,4 @@ def fake_report(names: Sequence[str], *, apart: Collection[str]) -> NetworkRepor
     )  # fmt: skip
     looked = Looked(seen=seen, absent={})
     machines = [MachineName(name) for name in names]
-    return report(looked, judge(seen), machines, path="private", at=1.7e9, seconds=1.5)
+    return report(looked, judge(seen), machines, at=1.7e9, seconds=1.5)

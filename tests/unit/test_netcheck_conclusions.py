@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from mesh.netcheck.measurements import Dialled, MemberFacts, Push, Reach, Seen, 
 from mesh.netcheck.path_book import PathBook, PathLine
 from mesh.netcheck.refusals import refusals
 from mesh.netcheck.verdict import Finding, FindingKind, judge
+from mesh.states import Transport
 
 OPEN = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.ANSWERED, round_trip_s=0.01, offset_s=0.0)
 SILENT = Reach(rendezvous=Dialled.SILENT, ephemeral=Dialled.SILENT)
@@ -94,7 +96,7 @@ def look(places: str, *, bad: set[Way] = frozenset(), lossy: set[Way] = frozense
 
 
 def noted(book: PathBook, seen: Seen, at: float = 1.0) -> dict[tuple[str, str], PathLine]:
-    book.note(seen, judge(seen), path="private", at=at)
+    book.note(seen, judge(seen), at=at)
     return {line.providers: line for line in book.lines()}
 
 
@@ -141,7 +143,10 @@ def test_another_path_between_the_two_is_enough() -> None:
     book, apart = PathBook(), look("ab", bad={(0, 1)})
     for _ in range(3):
         noted(book, apart)
-    book.note(look("ab"), [], path="relayed", at=3.0)
+    relayed = look("ab")
+    relayed.members[1] = replace(relayed.members[1], path=Transport.RELAYED)
+    book.note(relayed, [], at=3.0)
+    assert [(line.path, line.passed) for line in book.lines()] == [("private", 0), ("relayed", 1)]
     assert book.unoffered() == {}
 
 
