@@ -94,6 +94,8 @@ class Prober:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         self._rank, self._name, self._address, self._place = rank, name, address, place
+        self._bound = address if machine.interface_for(address) else _wildcard(address)
+        """Behind a NAT the address is not this machine's own."""
         self._key = key
         self._wanted_port, self._fixed_ports = rendezvous_port, ports
         self._listeners: list[socket.socket] = []
@@ -116,13 +118,13 @@ class Prober:
         try:
             ports = [self._listen(rendezvous), self._listen(ephemeral)]
             self._datagrams, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-                lambda: _Listening(self._on_datagram), local_addr=(self._address, ports[1])
+                lambda: _Listening(self._on_datagram), local_addr=(self._bound, ports[1])
             )
         except OSError as error:
             await self.stop()
             raise PlacementError(
                 f"The network check cannot listen at {self._address}: {error.strerror}.",
-                hint="The machine's address must be one of its own.",
+                hint="Another check may be under way on this machine.",
             ) from error
         return MemberFacts(
             rank=self._rank,
@@ -157,7 +159,7 @@ class Prober:
         self._listeners.append(listener)
         listener.setblocking(False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((self._address, port))
+        listener.bind((self._bound, port))
         listener.listen(CONNECTIONS_MAX)
         self._spawn(self._accept(listener), f"accept {self._address}")
         return int(listener.getsockname()[1])
@@ -297,6 +299,10 @@ class _Listening(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: object) -> None:
         self._on_datagram(data)
+
+
+def _wildcard(address: str) -> str:
+    return "::" if ipaddress.ip_address(address).version == 6 else "0.0.0.0"
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -10,8 +10,8 @@ Rules of this file:
 4. Only machines that have an allowed path together, and with what the run holds, are granted together; of the sets
    that have one, one with the best path.
 5. Then the machine with the fewest accelerators that will do is taken, then the one with the lowest name.
-6. Two providers that are apart (they never reached each other) are not in one set, nor one of them beside what a run holds
-   of the other. It is tried from each provider on, and the first set that will do is taken.
+6. Two providers that are apart (they never reached each other) are not in one set, nor one of them beside what a run
+   holds of the other. It is tried from each provider on, and the first set that will do is taken.
 """
 
 from __future__ import annotations

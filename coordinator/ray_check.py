@@ -23,18 +23,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from agents.mesh_ports import CHECK_PORTS
 from agents.probe_node import ProbeNode
 from agents.probing import CONNECT_LIMIT_S, ECHO_LIMIT_S, KEY_BYTES
-from agents.raylet import ADDRESS_LABEL, DIALABLE_LABEL, TRANSPORT_LABEL
-from coordinator.fleet import Looked
+from coordinator.fleet import Looked, MachineFacts
 from coordinator.network_check import EndGoneError, check
 from coordinator.ray_call import ask_ray
 from mesh.errors import MeshError
 from mesh.ids import MachineName
+from mesh.net.paths import Path, choose_path
 from mesh.netcheck.limits import START_LIMIT_S
 from mesh.netcheck.measurements import MemberFacts, Reach
-from mesh.states import Transport
+from mesh.states import NetworkScope, Transport, TransportPolicy
 
-ON_THE_MESH = "mesh"
-"""The value of the label `gangmesh.transport`."""
 CALL_SLACK_S = 2.0
 """Over what a measurement takes at most: the way to its end and back, and a busy machine."""
 
@@ -53,21 +51,28 @@ class Spot:
     ports: tuple[int, int] | None = None
 
 
-def spot_of(name: MachineName, node: Mapping[str, Any]) -> Spot:
-    """Of a living node: behind its gateway's address where it is on the mesh, at its members' address elsewhere."""
-    labels = node["Labels"]
-    place = "/".join(labels.get(word, "") for word in ("provider", "region"))
-    if labels.get(TRANSPORT_LABEL) != ON_THE_MESH:
-        address = labels.get(ADDRESS_LABEL, node["NodeManagerAddress"])
-        return Spot(name=name, node_id=node["NodeID"], address=address, place=place)
-    return Spot(
-        name=name,
-        node_id=node["NodeID"],
-        address=node["NodeManagerAddress"],
-        place=place,
-        path=Transport.DIRECT if labels.get(DIALABLE_LABEL) == "1" else Transport.RELAYED,
-        ports=CHECK_PORTS,
-    )
+def spots_of(machines: Mapping[int, tuple[MachineFacts, Mapping[str, Any]]]) -> dict[int, Spot]:
+    """Living machines with their nodes, by rank: where a gang of them would speak.
+
+    That is at their private or public addresses where all have such ones in common (`mesh.net.paths`), else through
+    their gateways, whose own addresses their nodes have.
+    """
+    if not machines:
+        return {}
+    standings = [facts.standing for facts, _ in machines.values()]
+    path = choose_path(standings, policy=TransportPolicy.AUTO, scope=NetworkScope.GLOBAL)
+    is_open = isinstance(path, Path) and path.transport in (Transport.PRIVATE, Transport.PUBLIC)
+    spots = {}
+    for place, (rank, (facts, node)) in enumerate(machines.items()):
+        where = "/".join(facts.labels.get(word, "") for word in ("provider", "region"))
+        spot = Spot(name=facts.name, node_id=node["NodeID"], address=node["NodeManagerAddress"], place=where)
+        if is_open:
+            assert isinstance(path, Path)
+            spots[rank] = replace(spot, address=path.addresses[place], path=path.transport)
+        else:
+            reached = Transport.DIRECT if facts.standing.is_dialable else Transport.RELAYED
+            spots[rank] = replace(spot, path=reached, ports=CHECK_PORTS)
+    return spots
 
 
 class RayEnd:

@@ -141,14 +141,14 @@ class RayFleet:
 
     async def look(self, machines: Mapping[int, MachineName], *, fresh: Collection[int]) -> Looked:
         nodes = await self._nodes()
-        spots, absent = {}, {}
+        there, absent = {}, {}
         for rank, machine in machines.items():
             node = nodes.get(machine)
             if node is None or not node["Alive"]:
                 absent[rank] = f"{machine} is lost."
             else:
-                spots[rank] = ray_check.spot_of(machine, node)
-        looked = await ray_check.look(spots, fresh=fresh)
+                there[rank] = (_facts(node), node)
+        looked = await ray_check.look(ray_check.spots_of(there), fresh=fresh)
         return Looked(seen=looked.seen, absent={**absent, **looked.absent})
 
     # ---- reservations -----------------------------------------------------------------------------

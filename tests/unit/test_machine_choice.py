@@ -202,26 +202,31 @@ def of(name: str) -> MachineFacts:
 MIXED = [of(name) for name in ("a-1", "b-1", "b-2", "c-1", "c-2")]
 
 
+def anywhere(uid: str, nodes: int) -> Asked:
+    one = asked(uid, nodes)
+    return replace(one, shape=replace(one.shape, scope=NetworkScope.GLOBAL))
+
+
 def test_machines_that_never_reached_each_other_are_not_given_to_one_run() -> None:
-    assert granted([asked("x", 2)], MIXED[:3], why_apart=apart) == {"x": ["b-1", "b-2"]}
-    assert granted([asked("x", 3)], MIXED[:4], why_apart=apart) == {"x": ["b-1", "b-2", "c-1"]}
-    assert granted([asked("x", 2)], [MIXED[0], MIXED[1]], why_apart=apart) == {}
-    assert granted([asked("x", 5)], MIXED, why_apart=apart) == {}
-    assert granted([asked("x", 3), asked("y", 2)], MIXED, why_apart=apart) == {
+    assert granted([anywhere("x", 2)], MIXED[:3], why_apart=apart) == {"x": ["b-1", "b-2"]}
+    assert granted([anywhere("x", 3)], MIXED[:4], why_apart=apart) == {"x": ["b-1", "b-2", "c-1"]}
+    assert granted([anywhere("x", 2)], [MIXED[0], MIXED[1]], why_apart=apart) == {}
+    assert granted([anywhere("x", 5)], MIXED, why_apart=apart) == {}
+    assert granted([anywhere("x", 3), anywhere("y", 2)], MIXED, why_apart=apart) == {
         "x": ["a-1", "c-1", "c-2"],
         "y": ["b-1", "b-2"],
     }
 
 
 def test_a_replacement_fits_to_the_machines_that_the_run_has() -> None:
-    one = wanting(1, "b-1")
+    one = replace(wanting(1, "b-1"), shape=replace(wanting(1, "b-1").shape, scope=NetworkScope.GLOBAL))
     assert granted([one], MIXED, {"b-1": "run"}, why_apart=apart) == {"run": ["b-2"]}
     assert granted([one], MIXED[:2], {"b-1": "run"}, why_apart=apart) == {}
     assert granted([one], MIXED[:2], {"b-1": "another"}, why_apart=apart) == {"run": ["a-1"]}
 
 
 def test_why_it_waits_says_which_providers_are_not_offered_together() -> None:
-    shape = asked("x", 2).shape
+    shape = anywhere("x", 2).shape
     reasons = why_not_together(shape, MIXED, {"b-2"}, why_apart=apart)
     assert reasons == ["a and b are apart."]
     waiting = why_waiting(shape, MIXED[:2], {}, apart=reasons)
