@@ -71,8 +71,7 @@ class Coordinator:
     Args:
         journal: opened and closed by `start` and `stop`.
         join_order: what a member is told; made by whoever knows the deployment's addresses.
-        deployment: facts for `status` that do not change; where it is `local` no network has to be checked.
-        network: one of its own when left out.
+        deployment: facts for `status` that do not change; where it is `local` no network is checked.
     """
 
     def __init__(

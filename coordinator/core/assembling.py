@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.core.checking import Checking, unanswered
+from coordinator.core.checking import Checking
 from coordinator.core.effects import DismissMember, OpenEpoch, OrderMember, RevokeMember
 from coordinator.core.events import (
     BarrierClosed,
@@ -27,7 +27,6 @@ from coordinator.core.events import (
     MachinesReserved,
     MemberRevoked,
     MemberVanished,
-    NetworkChecked,
     ReservationWaiting,
 )
 from coordinator.core.gang_base import ASSEMBLY_STATES
@@ -201,46 +200,6 @@ class Assembling(Checking):
             message = f"{want.refusal} N{message}" if want.refusal else f"n{message}"
             self._assembly_failed(Reason.MACHINE_REFUSED, message)
 
-    # ---- the network between them -----------------------------------------------------------------
-
-    def _on_network_checked(self, event: NetworkChecked) -> None:
-        if not self._note_verdict(event):
-            return
-        for refusal in event.refusals:
-            seat = self.gang.seats.get(refusal.rank)
-            if self.gang.outcome is None and seat is not None and seat.machine == refusal.machine:
-                self._refuse_machine(refusal.rank, Reason.NETWORK_CHECK_FAILED, refusal.message)
-        if self.gang.outcome is None:
-            self._seat_members()
-            self._tell_arrivals()
-
-    def _pass_overdue_check(self) -> None:
-        check = self.gang.check
-        if check is not None and self._due.check is not None and self._now.mono >= self._due.check:
-            self._on_network_checked(unanswered(check))
-
-    def _refuse_machine(self, rank: Rank, reason: Reason, message: str) -> None:
-        """The rank's machine will not do, whether a member has been ordered there or not."""
-        gang = self.gang
-        if (member := gang.members.get(rank)) is not None:
-            self._give_up(member, reason, message)
-        elif gang.replacements >= REPLACEMENTS_MAX:
-            self._too_many_replaced(reason, message)
-        else:
-            gang.replacements += 1
-            self._announce("Refused", message, reason=reason, rank=rank)
-            machine = self._vacate(rank, is_clean=True)
-            is_refused = reason is not Reason.MACHINE_RECLAIMED
-            self._want(
-                (rank,),
-                avoid=() if machine is None else (machine,),
-                is_for_refusal=is_refused,
-                refusal=message if is_refused else "",
-            )
-
-    def _too_many_replaced(self, reason: Reason, message: str) -> None:
-        self._assembly_failed(reason, f"{message} Machines were replaced {REPLACEMENTS_MAX} times already.")
-
     # ---- members ----------------------------------------------------------------------------------
 
     def _on_member_registered(self, event: MemberRegistered) -> None:
@@ -328,6 +287,9 @@ class Assembling(Checking):
         if member.settlement is None:
             self._announce("Refused", message, reason=reason, rank=member.rank)
         self._effects.append(RevokeMember(incarnation=member.incarnation))
+
+    def _too_many_replaced(self, reason: Reason, message: str) -> None:
+        self._assembly_failed(reason, f"{message} Machines were replaced {REPLACEMENTS_MAX} times already.")
 
     def _on_member_revoked(self, event: MemberRevoked) -> None:
         gang = self.gang

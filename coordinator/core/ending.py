@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.core import blame, recovery
-from coordinator.core.assembling import Assembling
 from coordinator.core.effects import ExpireLease
 from coordinator.core.events import (
     FenceTaken,
@@ -31,6 +30,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.gang_base import ASSEMBLY_STATES, RESTING_STATES
 from coordinator.core.gang_state import Failure, MemberPhase, MemberRecord, Outcome, OutcomeKind, Settlement
+from coordinator.core.refusing import Refusing
 from coordinator.core.store_silence import StoreSilence
 from mesh.ids import Rank
 from mesh.messages import (
@@ -54,7 +54,7 @@ LAST_WORD_WINDOW_S = 5.0
 """How long the reports of a member whose lease is gone are waited for: they say how its command ended."""
 
 
-class Ending(Assembling):
+class Ending(Refusing):
     """Everything that an epoch can end of."""
 
     # ---- exits and failures -----------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 `coordinator.core.gang` describes the whole and lists its rules. The rooms stand on each other in this order:
 `gang_base` → `saving` (checkpoints) → `seats` (machines) → `checking` (the network between them) → `assembling` (until
-every command runs) → `ending` (until every member is accounted for) → `lone_ranks` (one that starts again alone) →
-`gang` (what users want, what comes after an epoch, crashes).
+every command runs) → `refusing` (machines that will not do) → `ending` (until every member is accounted for) →
+`lone_ranks` (one that starts again alone) → `gang` (what users want, what comes after an epoch, crashes).
 """
 
 from __future__ import annotations
