@@ -168,7 +168,8 @@ def _join(options: argparse.Namespace, tell: Any) -> int:
             grace_s=grace_s,
         )
     else:
-        from agents.join_mesh import MeshWay, read_settings
+        from agents.join_mesh import MeshWay
+        from agents.join_mesh_settings import read_settings
 
         settings = read_settings(
             head=options.head,

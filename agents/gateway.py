@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import json
 import logging
+import logging.handlers
 import os
 import resource
 import signal
@@ -61,6 +62,7 @@ from mesh.reasons import Reason
 from mesh.wire import FrameParser, encode_frame
 
 CONTROL_NAME = "gateway.sock"
+LOG_BYTES_MAX = 5_000_000
 CLIENTS_MAX = 8
 """Agents at the control socket; there is one, and sometimes the next one."""
 READ_BYTES = 64 * 1024
@@ -271,6 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NETWORK",
         help=f"where overlay addresses are taken from; may be repeated (default: {' '.join(redirect.OVERLAY)})",
     )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="where it logs, bounded (default: stderr)")
     parser.add_argument(
         "--closed",
         action="append",
@@ -318,9 +321,18 @@ async def serve(options: argparse.Namespace) -> None:
         os.close(lock)
 
 
+def _bounded(path: Path) -> logging.Handler:
+    """Who dials in vain can do so for ever: the log has a size."""
+    return logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=1, delay=True)
+
+
 def main() -> int:
     options = build_parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=None if options.log is None else [_bounded(options.log)],
+    )
     raise_descriptor_limit()
     try:
         uvloop.run(serve(options))

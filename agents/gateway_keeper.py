@@ -59,12 +59,18 @@ class GatewayPlan:
     def socket(self) -> Path:
         return self.folder / CONTROL_NAME
 
+    @property
+    def last_words(self) -> Path:
+        """What it says outside of its log: why it does not start."""
+        return self.log.with_suffix(".start")
+
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-P", "-m", "agents.gateway", "--folder", str(self.folder)),
             *("--deployment", self.deployment, "--machine", self.machine),
             *(part for address in self.listen for part in ("--listen", address)),
             *(("--shim",) if self.is_shimmed else ("--closed", f"{self.closed[0]}-{self.closed[1]}")),
+            *("--log", str(self.log)),
         ]
 
 
@@ -162,15 +168,14 @@ class GatewayKeeper:
             f"gateway of {self.plan.machine}",
             self.plan.command(),
             environment=self.plan.environment,
-            log=self.plan.log,
+            log=self.plan.last_words,
         )
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
             if not child.is_running:
                 raise DeploymentError(
-                    _said(self.plan.log)
+                    _said(self.plan.last_words)
                     or f"The gateway ended while it was starting ({child.ended.result()}).",
-                    hint=f"Its log is {self.plan.log}.",
                     reason=Reason.FORBIDDEN,
                 )
             if self.plan.socket.exists():

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from cryptography import x509
 
-from mesh.errors import AuthenticationError, MeshError, RemoteProtocolError, SpecError, TransportError
+from mesh.errors import AuthenticationError, RemoteProtocolError, SpecError, TransportError
 from mesh.http_transport import HttpTransport, checked_url
 from mesh.net.api_front import API_NAME
 from mesh.net.authority import fingerprint
@@ -135,11 +135,8 @@ async def _transport(head: HeadUrl, secret: str, *, context: Any) -> AsyncIterat
         await transport.close()
 
 
-def in_words(error: MeshError, head: HeadUrl) -> str:
-    """What went wrong on the line, for the agent's log, with what an owner of the machine could do."""
-    if isinstance(error, TransportError):
-        return (
-            f"{error.message} It is tried again. If the head has another address now, end this agent, and: "
-            f"mesh join https://NEW-ADDRESS:{head.port}"
-        )
-    return str(error)
+def has_moved(head: HeadUrl) -> str:
+    """What an owner of this machine can do about a head that does not answer any more."""
+    return (
+        f"If the head has another address now, end this agent, and: mesh join https://NEW-ADDRESS:{head.port}"
+    )

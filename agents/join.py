@@ -33,7 +33,7 @@ from agents.child import Child, become_subreaper, spawn
 from agents.machine_state import MachineState
 from agents.mesh_ports import MeshPorts
 from agents.orphans import OrphanReaper
-from agents.raylet import MACHINE_LABEL, MEMBER_WORKERS, SLOT_RESOURCE, RayNode, raylet_command
+from agents.raylet import MACHINE_LABEL, MEMBER_WORKERS, SLOT_RESOURCE, RayInstall, RayNode, raylet_command
 from agents.raylet_process import (
     RAYLET_GRACE_S,
     find_install,
@@ -129,7 +129,8 @@ class _Agent:
         self._state = state
         self._grace_s = grace_s
         self._on_joined = on_joined
-        self._install = find_install()
+        self._install: asyncio.Future[RayInstall] | None = None
+        """Ray takes a second to import: it is looked for while the head is asked."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._reaper = OrphanReaper()
@@ -142,6 +143,7 @@ class _Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+        self._install = asyncio.ensure_future(asyncio.to_thread(find_install))
         try:
             await self._join_again_and_again()
         finally:
@@ -240,6 +242,8 @@ class _Agent:
 
     async def _start(self, node: RayNode, terms: Terms) -> Child:
         """Returns when the node is part of the cluster. Raises DeploymentError, MeshTimeoutError."""
+        assert self._install is not None
+        install = await self._install
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         descriptor = os.open(self._state.cluster_token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -249,7 +253,7 @@ class _Agent:
         address = terms.cluster_address
         raylet = spawn(
             node.name,
-            raylet_command(self._install, node, gcs_address=address, cluster_id=terms.cluster_id),
+            raylet_command(install, node, gcs_address=address, cluster_id=terms.cluster_id),
             environment=dict(os.environ),
             log=node.logs / "raylet.start",
         )

@@ -8,6 +8,7 @@ import ipaddress
 import platform
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,11 @@ class PlainWay:
         return self._settings.head
 
     async def enter(self) -> Terms:
-        import ray
-
         request = {
             "address": self._settings.address,
             "version": __version__,
             "python": platform.python_version(),
-            "ray": ray.__version__,
+            "ray": version("ray"),
         }
         async with self._head() as head:
             terms: dict[str, Any] = await head.call("POST", "/v1/machines/join", body=request)

@@ -11,7 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from agents.head_line import HeadUrl
-from agents.join_mesh import MeshJoinSettings, MeshWay
+from agents.join_mesh import MeshWay
+from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_state import MachineState
 from coordinator.api.app import make_app
 from coordinator.mesh_authority import MeshAuthority

@@ -18,6 +18,10 @@ WHERE_TOKENS_ARE = (
 )
 
 
+OPEN_BODY_BYTES_MAX = 32 * 1024
+"""Of a request that needs no token of the deployment: a certificate request and a few words."""
+
+
 def bearer_of(request: web.Request) -> str:
     """The bearer token of a request. Raises AuthenticationError when it has none."""
     scheme, _, offered = request.headers.get("Authorization", "").partition(" ")
@@ -37,8 +41,8 @@ def bearer_middleware(token: str) -> Middleware:
 
     @web.middleware
     async def require_token(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if is_open(request):
-            return await handler(request)
+        if is_open(request):  # strangers too: what they send is held in memory
+            return await handler(request.clone(client_max_size=OPEN_BODY_BYTES_MAX))
         header = request.headers.get("Authorization", "")
         scheme, _, offered = header.partition(" ")
         if not header:

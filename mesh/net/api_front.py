@@ -5,6 +5,8 @@ Rules of this file:
 2. What is behind has its own guard (bearer tokens). Strangers are bounded: in the door as everywhere, and here in all
    and for each source.
 3. The API sees loopback as its client; `source_of` says who is behind one of its connections.
+4. Where there is no room the oldest stream makes it: of the same source, or of the source that has the most. A stranger
+   that holds connections open and says nothing shuts nobody out, and who is cut asks again.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from mesh.net.channel import Channel
 from mesh.net.client_hello import missing
@@ -48,6 +51,13 @@ async def read_hello(sock: socket.socket) -> bytes:
     return data
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A stream that runs."""
+
+    cut: Callable[[], None] = lambda: None
+
+
 class ApiFront:
     """One API behind a gateway.
 
@@ -59,7 +69,8 @@ class ApiFront:
     def __init__(self, *, credentials: Credentials, target: tuple[str, int]) -> None:
         self._context = api_context(credentials)
         self._target = target
-        self._open: Counter[str] = Counter()
+        self._open: dict[str, list[_Open]] = {}
+        """By source, the oldest first."""
         self._sources: dict[int, str] = {}
         """By the port that our connection to the API comes from."""
 
@@ -85,37 +96,40 @@ class ApiFront:
         return refused
 
     async def _join(self, channel: Channel, source: str, streams: Streams) -> Refusal | None:
-        if self._open.total() >= STREAMS_MAX or self._open[source] >= STREAMS_PER_SOURCE_MAX:
-            return Refusal.STREAM_LIMIT
-        self._open[source] += 1
+        self._make_room(source)
         try:
             with streams.place():
                 async with asyncio.timeout(TARGET_LIMIT_S):
                     target = await connect(*self._target)
         except Full:
-            self._leave(source)
             return Refusal.STREAM_LIMIT
         except OSError:  # a time-out is one
-            self._leave(source)
             return Refusal.TARGET_UNREACHABLE
         except BaseException:
-            self._leave(source)
             channel.socket.close()
             raise
         port = target.getsockname()[1]
         self._sources[port] = _host(channel.socket)
+        stream = _Open()
 
         def on_end() -> None:
-            self._leave(source)
             self._sources.pop(port, None)
+            mine = self._open.get(source, [])
+            if stream in mine:
+                mine.remove(stream)
+            if not mine:
+                self._open.pop(source, None)
 
-        streams.join(target, channel, (), on_end=on_end)
+        self._open.setdefault(source, []).append(stream)
+        stream.cut = streams.join(target, channel, (), on_end=on_end)
         return None
 
-    def _leave(self, source: str) -> None:
-        self._open[source] -= 1
-        if not self._open[source]:
-            del self._open[source]
+    def _make_room(self, source: str) -> None:
+        """Rule 4."""
+        if len(self._open.get(source, ())) >= STREAMS_PER_SOURCE_MAX:
+            self._open[source][0].cut()
+        if sum(map(len, self._open.values())) >= STREAMS_MAX:
+            max(self._open.values(), key=len)[0].cut()
 
     async def _greet(self, channel: Channel) -> Refusal | None:
         try:

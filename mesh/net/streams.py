@@ -87,17 +87,17 @@ class Streams:
         owners: Owners,
         *,
         on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over.
 
-        `on_end` is called once, when it is over.
+        `on_end` is called once, when it is over. What comes back cuts it; when it is over that does nothing.
         """
         if not self._may_go_on(owners):
             self.ends[PumpEnd.CUT] += 1
             reset(plain)
             reset(channel.socket)
             on_end()
-            return
+            return lambda: None
         stream = _Stream(owners)
 
         def ended(end: PumpEnd) -> None:
@@ -111,6 +111,7 @@ class Streams:
         stream.pump = Pump(plain=plain, channel=channel, on_end=ended)
         self._running.add(stream)
         stream.pump.start()
+        return stream.pump.cut
 
     def apply(self) -> None:
         """The gate knows something new."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agents import head_line, join_mesh
+from agents import head_line, mesh_asking
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from coordinator.mesh_machines import HEAD
@@ -47,7 +47,7 @@ async def bundle(head: HeadWorld) -> bytes:
 
 async def joined(head: HeadWorld, folder: Path, **settings: Any) -> tuple[dict[str, Any], Any]:
     """What a machine with a good token is told, and what its agent remembers."""
-    return await head.way(folder, await head.token(), **settings)._ask()
+    return await head.way(folder, await head.token(), **settings)._asking.ask()
 
 
 # ---- tokens -------------------------------------------------------------------------------------------
@@ -67,9 +67,9 @@ async def test_a_token_lets_one_machine_in_and_its_identity_is_kept(head: HeadWo
 
 async def test_a_token_is_good_once(head: HeadWorld, tmp_path: Path) -> None:
     token = await head.token()
-    await head.way(tmp_path / "a", token)._ask()
+    await head.way(tmp_path / "a", token)._asking.ask()
     with pytest.raises(AuthenticationError, match="used already"):
-        await head.way(tmp_path / "b", token)._ask()
+        await head.way(tmp_path / "b", token)._asking.ask()
     assert read_identity(tmp_path / "b") is None
 
 
@@ -89,31 +89,31 @@ async def test_a_token_that_expired_was_revoked_or_never_made_is_refused_in_so_m
         (wrong, "not known"),
     ):
         with pytest.raises(AuthenticationError, match=words):
-            await head.way(tmp_path / "m", token)._ask()
+            await head.way(tmp_path / "m", token)._asking.ask()
 
 
 async def test_a_head_of_another_authority_hears_no_secret(head: HeadWorld, tmp_path: Path) -> None:
     other = replace(await head.token(), fingerprint="0" * 64)
     with pytest.raises(AuthenticationError, match="not the head that made this token"):
-        await head.way(tmp_path / "m", other)._ask()
+        await head.way(tmp_path / "m", other)._asking.ask()
     assert [record["state"] for record in head.desk.list_tokens()] == ["Open"]
 
 
 async def test_who_has_never_joined_needs_a_token(head: HeadWorld, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="token"):
-        await head.way(tmp_path / "m")._ask()
+        await head.way(tmp_path / "m")._asking.ask()
 
 
 async def test_tokens_outlive_the_head(tmp_path: Path) -> None:
     async with head_world(tmp_path) as first:
         token, used = await first.token(), await first.token()
-        await first.way(tmp_path / "m", used)._ask()
+        await first.way(tmp_path / "m", used)._asking.ask()
     async with head_world(tmp_path) as second:
         second.number = 7
-        answer, _ = await second.way(tmp_path / "n", token)._ask()
+        answer, _ = await second.way(tmp_path / "n", token)._asking.ask()
         assert answer["number"] == 2
         with pytest.raises(AuthenticationError, match="used already"):
-            await second.way(tmp_path / "o", used)._ask()
+            await second.way(tmp_path / "o", used)._asking.ask()
 
 
 # ---- clocks and versions --------------------------------------------------------------------------------
@@ -125,29 +125,29 @@ async def test_a_clock_that_is_an_hour_off_is_said_to_be_so(
 ) -> None:
     token = await head.token()
     now = head_line.wall_clock
-    for module in (head_line, join_mesh):
+    for module in (head_line, mesh_asking):
         monkeypatch.setattr(module, "wall_clock", lambda: now() + off_s)
     with pytest.raises(AuthenticationError, match=f"This machine's clock is {words}") as raised:
-        await head.way(tmp_path / "m", token)._ask()
+        await head.way(tmp_path / "m", token)._asking.ask()
     assert raised.value.reason is Reason.CLOCK_SKEW
     assert [record["state"] for record in head.desk.list_tokens()] == ["Open"]
     # Of one that comes back and asks no more whom to trust the head says it.
     monkeypatch.undo()
-    await head.way(tmp_path / "m", token)._ask()
-    monkeypatch.setattr(join_mesh, "wall_clock", lambda: now() + off_s)
+    await head.way(tmp_path / "m", token)._asking.ask()
+    monkeypatch.setattr(mesh_asking, "wall_clock", lambda: now() + off_s)
     with pytest.raises(AuthenticationError, match=f"This machine's clock is {words}"):
-        await head.way(tmp_path / "m")._ask()
+        await head.way(tmp_path / "m")._asking.ask()
 
 
 async def test_other_versions_cost_no_token(
     head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = await head.token()
-    monkeypatch.setattr(join_mesh, "__version__", "0.0.0")
+    monkeypatch.setattr(mesh_asking, "__version__", "0.0.0")
     with pytest.raises(ConflictError, match=r"0\.0\.0"):
-        await head.way(tmp_path / "m", token)._ask()
+        await head.way(tmp_path / "m", token)._asking.ask()
     monkeypatch.undo()
-    await head.way(tmp_path / "m", token)._ask()
+    await head.way(tmp_path / "m", token)._asking.ask()
 
 
 # ---- coming back --------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ async def test_other_versions_cost_no_token(
 
 async def test_a_machine_comes_back_without_a_token_as_another_one(head: HeadWorld, tmp_path: Path) -> None:
     await joined(head, tmp_path / "m")
-    answer, life = await head.way(tmp_path / "m")._ask()
+    answer, life = await head.way(tmp_path / "m")._asking.ask()
     assert answer["name"] == "machine-2"
     assert answer["news"]["revoked"] == ["machine-1"]
     assert list(answer["news"]["machines"]) == [HEAD, "machine-2"]
@@ -169,12 +169,12 @@ async def test_a_copied_disk_is_told_so_and_joins_by_a_token_of_its_own(
 ) -> None:
     await joined(head, tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
-    _, life = await head.way(tmp_path / "m")._ask()
+    _, life = await head.way(tmp_path / "m")._asking.ask()
     await head.desk.check(life.name, life.secret)  # it speaks
     with pytest.raises(AuthenticationError, match="copy") as raised:
-        await head.way(tmp_path / "copy")._ask()
+        await head.way(tmp_path / "copy")._asking.ask()
     assert raised.value.reason is Reason.IDENTITY_COPIED
-    answer, _ = await head.way(tmp_path / "copy", await head.token())._ask()
+    answer, _ = await head.way(tmp_path / "copy", await head.token())._asking.ask()
     assert answer["name"] == "machine-3"
     await head.desk.check(life.name, life.secret)  # the first one is still in
 
@@ -182,7 +182,7 @@ async def test_a_copied_disk_is_told_so_and_joins_by_a_token_of_its_own(
 async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
     head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join_mesh, "IN_USE_LIMIT_S", 0.0)
+    monkeypatch.setattr(mesh_asking, "IN_USE_LIMIT_S", 0.0)
     answer, life = await joined(head, tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
     follows = asyncio.create_task(
@@ -190,7 +190,7 @@ async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
     )
     await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
     with pytest.raises(ConflictError) as raised:
-        await head.way(tmp_path / "copy")._ask()
+        await head.way(tmp_path / "copy")._asking.ask()
     assert raised.value.reason is Reason.IDENTITY_IN_USE
     assert not follows.done()
     follows.cancel()
@@ -199,9 +199,9 @@ async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
 async def test_an_answer_that_was_lost_is_asked_for_again(head: HeadWorld, tmp_path: Path) -> None:
     await joined(head, tmp_path / "m")
     before = (tmp_path / "m" / "identity.json").read_text()
-    await head.way(tmp_path / "m")._ask()
+    await head.way(tmp_path / "m")._asking.ask()
     (tmp_path / "m" / "identity.json").write_text(before)  # it died before it was written
-    answer, _ = await head.way(tmp_path / "m")._ask()
+    answer, _ = await head.way(tmp_path / "m")._asking.ask()
     assert list(answer["news"]["machines"]) == [HEAD, "machine-3"]
 
 
@@ -212,7 +212,7 @@ async def test_who_has_left_is_forgotten(head: HeadWorld, tmp_path: Path) -> Non
         with pytest.raises(AuthenticationError):
             await api.call("GET", f"/v1/machines/{life.name}/mesh")
     with pytest.raises(AuthenticationError, match="left"):
-        await head.way(tmp_path / "m")._ask()
+        await head.way(tmp_path / "m")._asking.ask()
     assert head.desk.revoked() == [life.name]
 
 
@@ -413,28 +413,80 @@ async def test_a_stranger_that_says_half_a_hello_is_let_go(
     assert head.gateway.gate.counts[Refusal.HANDSHAKE_TIMEOUT] == 1
 
 
-async def test_one_source_has_a_share_of_the_api(
-    head: HeadWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("mesh.net.api_front.STREAMS_PER_SOURCE_MAX", 2)
-    streams = []
-    for _ in range(2):
-        streams.append(
-            await asyncio.open_connection(
-                "127.0.0.1", head.port, ssl=stranger_context(), server_hostname=API_NAME
-            )
-        )
-    await eventually(lambda: head.gateway.counters()["streams"] == 2, "both to be joined")
-    reader, _ = await asyncio.open_connection(
+async def open_api(head: HeadWorld) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the API that says nothing."""
+    before = head.gateway.counters()["streams"]
+    ends = await asyncio.open_connection(
         "127.0.0.1", head.port, ssl=stranger_context(), server_hostname=API_NAME
     )
+    await eventually(
+        lambda: head.gateway.counters()["streams"] != before or ends[0].at_eof(), "it to be led on"
+    )
+    return ends
+
+
+@pytest.mark.parametrize("limit", ["STREAMS_PER_SOURCE_MAX", "STREAMS_MAX"])
+async def test_who_holds_connections_open_and_says_nothing_shuts_nobody_out(
+    head: HeadWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str
+) -> None:
+    monkeypatch.setattr(f"mesh.net.api_front.{limit}", 3)
+    silent = [await open_api(head) for _ in range(3)]
+    await asyncio.wait_for(joined(head, tmp_path / "m"), 20)
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-        await reader.readexactly(1)
-    assert head.gateway.gate.counts[Refusal.STREAM_LIMIT] == 1
-    for _, writer in streams:
+        await asyncio.wait_for(silent[0][0].readexactly(1), 20)  # the oldest made room
+    for _, writer in silent:
         writer.close()
-    await eventually(lambda: head.gateway.counters()["streams"] == 0, "both to end")
-    await joined(head, tmp_path / "m")
+    await eventually(lambda: head.gateway.counters()["streams"] == 0, "all to end")
+    assert head.gateway._api is not None
+    assert head.gateway._api._open == {}
+    assert head.gateway._api._sources == {}
+
+
+async def test_a_stranger_s_request_has_a_size(head: HeadWorld) -> None:
+    async with head_api(head.url, bundle_pem=await bundle(head)) as api:
+        with pytest.raises(SpecError, match="limit"):
+            await api.call("POST", "/v1/mesh/join", body={"token": "x" * 40_000})
+
+
+async def test_a_copy_that_has_a_token_does_not_wait_for_the_machine_that_it_is_a_copy_of(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    answer, life = await joined(head, tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    follows = asyncio.create_task(
+        head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
+    )
+    await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+    way = head.way(tmp_path / "copy", await head.token())
+    other, _ = await asyncio.wait_for(way._asking.ask(), 10)
+    assert other["name"] == "machine-2"
+    assert life.name in head.desk.places()
+    follows.cancel()
+
+
+async def test_a_token_in_a_unit_file_that_has_been_used_is_no_reason_to_stay_out(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine lost its power: its head believes for half a minute that it is there, and its token is used."""
+    monkeypatch.setattr(mesh_asking, "IN_USE_AGAIN_S", 0.05)
+    token = await head.token()
+    way = head.way(tmp_path / "m", token)
+    answer, life = await way._asking.ask()
+    follows = asyncio.create_task(
+        head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
+    )
+    await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+    asking = asyncio.create_task(head.way(tmp_path / "m", token)._asking.ask())
+    await asyncio.sleep(0)
+    follows.cancel()  # the head has noticed
+    again, _ = await asyncio.wait_for(asking, 20)
+    assert again["name"] == "machine-2"
+    assert again["news"]["revoked"] == [life.name]
+
+
+async def test_two_machines_that_want_one_name_get_two(head: HeadWorld, tmp_path: Path) -> None:
+    names = [(await joined(head, tmp_path / folder, name_hint="gpu"))[0]["name"] for folder in ("a", "b")]
+    assert names == ["gpu-1", "gpu-2"]
 
 
 async def test_a_machine_s_certificate_is_not_the_api_s(head: HeadWorld, tmp_path: Path) -> None:
@@ -461,7 +513,7 @@ async def test_a_request_that_is_none_lets_nobody_in_and_is_no_fault_of_ours(hea
     good = {
         "request": signing_request(key).decode(),
         "clock": head_line.wall_clock(),
-        "version": join_mesh.__version__,
+        "version": mesh_asking.__version__,
     }
     async with head_api(head.url, bundle_pem=await bundle(head)) as api:
         for wrong in (
@@ -506,4 +558,4 @@ async def test_a_head_that_is_not_there_is_said_to_be_so(head: HeadWorld, tmp_pa
     with pytest.raises(TransportError, match="cannot be reached"):
         await head.way(
             tmp_path / "m", await head.token(), head=HeadUrl.parse(f"https://127.0.0.1:{port}")
-        )._ask()
+        )._asking.ask()

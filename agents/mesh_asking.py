@@ -1,0 +1,137 @@
+"""A machine's question to be taken in: by a token, or as the machine that it was before. The key is made here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from agents.head_line import ask_trust, head_api
+from agents.join_mesh_settings import MeshJoinSettings
+from agents.machine_identity import KnownIdentity, read_identity, write_identity
+from mesh import __version__
+from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.ids import MachineName
+from mesh.net.authority import new_key_pem, signing_request
+from mesh.net.clock import wall_clock
+from mesh.reasons import Reason
+
+JOIN_LIMIT_S = 30.0
+IN_USE_LIMIT_S = 60.0
+"""How long a head may believe that this machine is still there, whose connection was cut without a word: 30 s."""
+IN_USE_AGAIN_S = 2.0
+ANEW = (Reason.UNAUTHENTICATED, Reason.IDENTITY_COPIED, Reason.IDENTITY_IN_USE)
+"""A machine that is refused for one of these joins anew, when it has a token."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Membership:
+    """This machine as the head knows it now."""
+
+    name: MachineName
+    number: int
+    secret: str = field(repr=False)
+    key_pem: bytes = field(repr=False)
+    certificate_pem: bytes
+    bundle_pem: bytes
+    cluster: str
+    version: str
+
+
+class Asking:
+    """Of one machine, whose identity is kept in this folder."""
+
+    def __init__(self, settings: MeshJoinSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+
+    async def ask(self) -> tuple[dict[str, Any], Membership]:
+        """As the machine that it was, when it was one here; else by its token. What the head says, and who it is now.
+
+        Raises AuthenticationError, ConflictError, SpecError when the head refuses; TransportError.
+        """
+        known = read_identity(self._folder)
+        token = self._settings.token
+        if known is not None:
+            try:
+                return await self._ask_again(known, patience_s=IN_USE_LIMIT_S if token is None else 0.0)
+            except (AuthenticationError, ConflictError) as error:
+                if token is None or error.reason not in ANEW:
+                    raise
+                _log.info("joining anew, by the token: %s", error)
+        if token is None:
+            raise SpecError(
+                "This machine has not joined before: it needs a token.",
+                hint="`mesh token create` on the head makes one; then: mesh join URL --token TOKEN",
+                field="--token",
+            )
+        authority = await ask_trust(self._settings.head, token.fingerprint)
+        try:
+            return await self._ask_with({"token": str(token)}, authority)
+        except AuthenticationError:
+            if known is None:
+                raise
+            _log.info("the token is not good any more; asking once more as %s", known.name)
+            return await self._ask_again(known, patience_s=IN_USE_LIMIT_S)
+
+    async def _ask_again(
+        self, known: KnownIdentity, *, patience_s: float
+    ) -> tuple[dict[str, Any], Membership]:
+        """A machine that was cut off by its death may still be there for its head: it is waited for."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while True:
+            try:
+                return await self._ask_with(
+                    {"again": {"name": known.name, "secret": known.secret}}, known.bundle.encode()
+                )
+            except ConflictError as error:
+                late = asyncio.get_running_loop().time() > deadline
+                if error.reason is not Reason.IDENTITY_IN_USE or late:
+                    raise
+                _log.info("%s Asking again.", error.message)
+                await asyncio.sleep(IN_USE_AGAIN_S)
+
+    async def _ask_with(
+        self, credentials: Mapping[str, Any], authority_pem: bytes
+    ) -> tuple[dict[str, Any], Membership]:
+        key = new_key_pem()
+        request = {
+            **credentials,
+            "request": signing_request(key).decode(),
+            "clock": wall_clock(),
+            "version": __version__,
+            "python": platform.python_version(),
+            "ray": version("ray"),
+            "nameHint": self._settings.name_hint,
+        }
+        async with head_api(self._settings.head, bundle_pem=authority_pem) as api:
+            answer: dict[str, Any] = await api.call(
+                "POST", "/v1/mesh/join", body=request, limit_s=JOIN_LIMIT_S, repeat_s=0.0
+            )
+        news = answer["news"]
+        life = Membership(
+            name=MachineName(str(answer["name"])),
+            number=int(answer["number"]),
+            secret=str(answer["secret"]),
+            key_pem=key,
+            certificate_pem=str(answer["certificate"]).encode(),
+            bundle_pem=str(news["bundle"]).encode(),
+            cluster=str(news["cluster"]),
+            version=str(news["version"]),
+        )
+        await asyncio.to_thread(self.keep, life)
+        return answer, life
+
+    def keep(self, life: Membership) -> None:
+        """Who this machine is, on disk. Blocking. Raises OSError."""
+        known = KnownIdentity(
+            head=self._settings.head.url, name=life.name, secret=life.secret, bundle=life.bundle_pem.decode()
+        )
+        write_identity(self._folder, known)
