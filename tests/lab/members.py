@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agents.gateway_wire import Counters, Request, SetIdentity, SetMachines, SetRelay
+from agents.gateway_wire import Counters, Request, SetIdentity, SetMachines, SetRelays
 from agents.launcher.base import read_tail
 from agents.overlay_line import ask
 from coordinator.logs.sink import LogSink
@@ -36,7 +36,7 @@ from mesh.states import Transport
 from mesh.store.client import StoreClient
 from tests.lab.member_host import Part
 from tests.lab.network import GATE_NUMBER, LabNetwork, call
-from tests.net_world import DEPLOYMENT, credentials, machine
+from tests.net_world import DEPLOYMENT, credentials, machine, relay_identity
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = {"m0": 3, "m1": 20, "m2": 100}
@@ -138,15 +138,15 @@ class MeshHosts:
         self.introduce()
         address = (self.lab.address(RELAY_NUMBER), GATEWAY_PORT)
         for host in self.facts:
-            self.tell(host, SetRelay(place=RelayPlace(machine=MachineName(RELAY), addresses=(address,))))
+            self.tell(host, SetRelays(places=(RelayPlace(machine=MachineName(RELAY), addresses=(address,)),)))
         deadline = time.monotonic() + LIMIT_S
-        while not all(self.tell(host, Counters())["relay_line_is_open"] for host in self.facts):
+        while not all(self.tell(host, Counters())["relay_lines"] for host in self.facts):
             assert time.monotonic() < deadline, "no line to the relay"
 
     def start_relay(self) -> None:
         folder = self.folder / RELAY
         folder.mkdir()
-        who = credentials(self.authority, machine(RELAY))
+        who = credentials(self.authority, relay_identity(RELAY))
         for name in ("certificate", "key", "bundle"):
             (folder / f"{name}.pem").write_bytes(getattr(who, f"{name}_pem"))
         argv = self.inside(
