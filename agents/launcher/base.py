@@ -126,6 +126,7 @@ class SupervisedCommand:
             return
         self._oom_kills_before = await asyncio.to_thread(count_oom_kills)
         env = {**self._strategy.environment(error_file=spec.error_file), **spec.env}
+        argv = await asyncio.to_thread(self._strategy.arguments, spec.argv, spec.env)
         try:
             if not await asyncio.to_thread(sign_in, Path(spec.spool_dir).parent):
                 self._is_stopped = True
@@ -147,7 +148,7 @@ class SupervisedCommand:
         self._process.send(
             {
                 "op": "start",
-                "argv": list(spec.argv),
+                "argv": list(argv),
                 "env": env,
                 "cwd": spec.working_dir,
                 "spool": spec.spool_dir,

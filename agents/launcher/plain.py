@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from agents.launcher import evidence as words
 from agents.launcher import torchrun
@@ -21,6 +21,10 @@ class Plain:
         """Raises LaunchError when there is nothing to start."""
         if not argv or not argv[0]:
             raise LaunchError("There is no command to start.")
+
+    def arguments(self, argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+        """The command as it is."""
+        return tuple(argv)
 
     def environment(self, *, error_file: str) -> dict[str, str]:
         """What this launcher adds below the user's own variables: a plain command may be torchrun all the same."""

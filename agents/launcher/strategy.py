@@ -5,7 +5,7 @@ Adding a launcher is one file with a class of this shape and one line in `strate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,9 @@ class LauncherStrategy(Protocol):
 
     def check(self, argv: Sequence[str]) -> None:
         """Raises LaunchError for a command that cannot work."""
+
+    def arguments(self, argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+        """What is started for this command in this environment. Blocking: it may look at files."""
 
     def environment(self, *, error_file: str) -> dict[str, str]:
         """Variables that the launcher wants; the user's own win over them."""

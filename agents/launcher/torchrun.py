@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from agents.launcher import evidence as words
+from agents.launcher import torchrun_script
 from agents.launcher.strategy import CommandEnd, Explanation
 from mesh.errors import LaunchError
 from mesh.messages import CauseEvidence, ProcessExit
@@ -81,6 +82,10 @@ class Torchrun:
             raise LaunchError(
                 "torchrun was given no script to run.", hint="Write it after the options: torchrun train.py"
             )
+
+    def arguments(self, argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+        """The command, or the same with a quick end (`agents.launcher.torchrun_script`)."""
+        return torchrun_script.with_quick_end(argv, env)
 
     def environment(self, *, error_file: str) -> dict[str, str]:
         """What this launcher adds below the user's own variables."""
