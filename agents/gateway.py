@@ -19,6 +19,7 @@ import logging
 import logging.handlers
 import os
 import resource
+import secrets
 import signal
 import socket
 import struct
@@ -37,6 +38,7 @@ from agents.gateway_wire import (
     Host,
     Offer,
     Probe,
+    ProbeRelay,
     Request,
     Revoke,
     SetApi,
@@ -46,15 +48,17 @@ from agents.gateway_wire import (
     SetRelays,
     SetRoster,
     SourceOf,
+    TakeReport,
     from_wire,
 )
-from agents.relay_usage import keep_usage
 from mesh.errors import DeploymentError, MeshError, RemoteProtocolError, SpecError
 from mesh.ids import MachineName
 from mesh.net import redirect
 from mesh.net.api_front import ApiFront
 from mesh.net.gateway import Gateway
+from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
+from mesh.net.relay_outbox import Outbox, report_out
 from mesh.net.shim import library as shim
 from mesh.net.shim.table import ShimTable
 from mesh.net.sockets import has_ipv6
@@ -92,7 +96,9 @@ class GatewayProcess:
         self._closed = closed
         self._machines_overlay: tuple[str, ...] = ()
         self._local: tuple[str, ...] = ()
-        self._usage: asyncio.Task[None] | None = None
+        self._relay: Relay | None = None
+        self._outbox = Outbox(life=secrets.token_hex(8))
+        """What the relay has carried; the head takes it."""
         self._given: set[str] = set()
         """Overlay addresses that this machine has from us."""
         self._one_at_a_time = asyncio.Lock()
@@ -118,7 +124,7 @@ class GatewayProcess:
         """Takes everything away again."""
         if self._control is not None:
             self._control.close()
-        for task in (*self._clients, *([self._usage] if self._usage is not None else [])):
+        for task in self._clients:
             task.cancel()
         await self.gateway.stop()
         if self._redirects:
@@ -160,6 +166,11 @@ class GatewayProcess:
                 case Probe():
                     found = await self.gateway.probe(request.machine, request.addresses)
                     return [list(address) for address in found]
+                case ProbeRelay():
+                    found = await self.gateway.probe_relay(request.relay, request.addresses)
+                    return [list(address) for address in found]
+                case TakeReport():
+                    return self._take_report(request)
                 case SourceOf():
                     return self.gateway.source_of(request.port)
                 case Counters():
@@ -172,9 +183,19 @@ class GatewayProcess:
         limits = RelayLimits(
             streams_max=request.streams_max, streams_per_machine_max=request.streams_per_machine_max
         )
-        relay = self.gateway.carry_relay(limits)
-        if self._usage is None:
-            self._usage = asyncio.create_task(keep_usage(relay), name="usage of the relay")
+        self._relay = self.gateway.carry_relay(limits)
+
+    def _take_report(self, request: TakeReport) -> dict[str, Any]:
+        if self._relay is None:
+            return {"report": None, "lines": 0, "streams": 0}
+        self._outbox.on_delivered(request.life, request.delivered)
+        self._outbox.fill(self._relay.book)
+        counters = self._relay.counters()
+        return {
+            "report": report_out(self._outbox.next_report()),
+            "lines": counters["lines"],
+            "streams": counters["streams"],
+        }
 
     async def _update_addresses(self) -> None:
         wanted = {*self._machines_overlay, *self._local}

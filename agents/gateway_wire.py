@@ -105,6 +105,23 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRelay:
+    """Answered with those of these addresses at which that relay answers."""
+
+    relay: MachineName
+    addresses: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeReport:
+    """Of the relay behind this port: answered with `report` (relay_outbox.py), `lines` and `streams`."""
+
+    life: str
+    delivered: int
+    """Life and number of the last report that has arrived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOf:
     """Answered with who is behind the connection that the API sees from this port; nil when nobody is."""
 
@@ -130,6 +147,8 @@ Request = (
     | SetApi
     | CarryRelay
     | Probe
+    | ProbeRelay
+    | TakeReport
     | SourceOf
     | Counters
 )
@@ -178,6 +197,10 @@ def to_wire(request: Request) -> dict[str, Any]:
             }
         case Probe():
             return words | {"machine": request.machine, "addresses": _places_out(request.addresses)}
+        case ProbeRelay():
+            return words | {"relay": request.relay, "addresses": _places_out(request.addresses)}
+        case TakeReport():
+            return words | {"life": request.life, "delivered": request.delivered}
         case SourceOf():
             return words | {"port": request.port}
         case Counters():
@@ -281,6 +304,10 @@ _READERS: Mapping[str, Any] = {
     "Probe": lambda words: Probe(
         machine=MachineName(words["machine"]), addresses=_places(words["addresses"])
     ),
+    "ProbeRelay": lambda words: ProbeRelay(
+        relay=MachineName(words["relay"]), addresses=_places(words["addresses"])
+    ),
+    "TakeReport": lambda words: TakeReport(life=str(words["life"]), delivered=int(words["delivered"])),
     "SourceOf": lambda words: SourceOf(port=int(words["port"])),
     "Counters": lambda words: Counters(),
 }

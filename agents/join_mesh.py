@@ -296,7 +296,15 @@ class MeshWay:
         await gateway.tell(SetMachines(machines=places))
         revoked = frozenset(MachineName(str(name)) for name in news["revoked"])
         await gateway.tell(Revoke(revocations=Revocations(machines=revoked)))
-        await gateway.tell(SetRelays(places=(RelayPlace(machine=HEAD, addresses=at, is_gateway=True),)))
+        relays = [
+            RelayPlace(
+                machine=MachineName(str(name)),
+                addresses=tuple((str(host), int(port)) for host, port in addresses),
+            )
+            for name, addresses in news["relays"].items()
+        ]
+        own = RelayPlace(machine=HEAD, addresses=at, is_gateway=True)
+        await gateway.tell(SetRelays(places=(*relays, own)))
 
     def _api(self, life: Membership) -> contextlib.AbstractAsyncContextManager[HttpTransport]:
         return head_api(self._settings.head, bundle_pem=life.bundle_pem, secret=life.secret)

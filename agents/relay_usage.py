@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 
@@ -17,13 +16,3 @@ def write_usage(relay: Relay) -> None:
     for pair, amount in relay.book.take_usage().items():
         words = {"run": pair.run, "from": pair.dialler, "to": pair.target, "bytes": amount}
         _log.info("relayed %s", json.dumps(words))
-
-
-async def keep_usage(relay: Relay) -> None:
-    """Once a minute, and at the end, when it is cancelled."""
-    try:
-        while True:
-            await asyncio.sleep(USAGE_EVERY_S)
-            write_usage(relay)
-    finally:
-        write_usage(relay)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import DeploymentError
+from mesh.errors import AuthenticationError, DeploymentError
 from mesh.ids import MachineName
 from mesh.net.api_front import API_NAME
 from mesh.net.authority import (
@@ -25,7 +25,7 @@ from mesh.net.authority import (
     signing_request,
 )
 from mesh.net.clock import wall_clock
-from mesh.net.identity import MachineIdentity, MemberIdentity
+from mesh.net.identity import MachineIdentity, MemberIdentity, RelayIdentity
 from mesh.net.tls import Credentials
 from mesh.reasons import Reason
 
@@ -75,6 +75,15 @@ class MeshAuthority:
         rotation, deployment = self._current()
         identity = MachineIdentity(deployment=deployment, machine=machine)
         return rotation.signing.sign(request_pem, identity, now=wall_clock())
+
+    def sign_relay(self, request_pem: bytes, relay: MachineName) -> bytes:
+        """A relay's certificate (PEM). Raises AuthenticationError for what is no request or no name."""
+        rotation, deployment = self._current()
+        identity = RelayIdentity(deployment=deployment, machine=relay)
+        try:
+            return rotation.signing.sign(request_pem, identity, now=wall_clock())
+        except ValueError as error:
+            raise AuthenticationError(f"This is no name of a relay: {error}.") from error
 
     def sign_member(self, request_pem: bytes, member: MemberIdentity) -> bytes:
         """A member's certificate (PEM). Raises AuthenticationError, ValueError for another deployment's member."""

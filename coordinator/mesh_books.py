@@ -1,4 +1,4 @@
-"""The mesh's two books, of machines and of join tokens, in the state folder.
+"""The mesh's books in the state folder: machines, join tokens, relays, and what relays have carried.
 
 Rules of this file:
 1. A change is on disk before anybody is told of it (`save` returns then).
@@ -13,12 +13,17 @@ from pathlib import Path
 
 from coordinator.deployment import state_errors, write_private
 from coordinator.mesh_machines import MeshMachines
+from coordinator.mesh_relays import MeshRelays
+from coordinator.relay_ledger import RelayLedger
 from mesh.errors import DeploymentError
 from mesh.net.tokens import TokenBook, TokenRecord
 from mesh.reasons import Reason
 
 MACHINES_NAME = "mesh-machines.json"
 TOKENS_NAME = "join-tokens.json"
+RELAYS_NAME = "mesh-relays.json"
+LEDGER_NAME = "relay-ledger.json"
+NAMES = (MACHINES_NAME, TOKENS_NAME, RELAYS_NAME, LEDGER_NAME)
 
 
 class MeshBooks:
@@ -28,30 +33,38 @@ class MeshBooks:
         self._path = state_path
         self.machines = MeshMachines()
         self.tokens = TokenBook()
+        self.relays = MeshRelays()
+        self.ledger = RelayLedger()
 
     def load(self) -> None:
         """Blocking; once."""
-        machines, tokens = self._read(MACHINES_NAME), self._read(TOKENS_NAME)
+        machines, tokens, relays, ledger = map(self._read, NAMES)
         try:
             if machines is not None:
                 self.machines = MeshMachines.from_json(json.loads(machines))
             if tokens is not None:
                 records = [TokenRecord(**words) for words in json.loads(tokens)]
                 self.tokens = TokenBook(records={record.id: record for record in records})
+            if relays is not None:
+                self.relays = MeshRelays.from_json(json.loads(relays))
+            if ledger is not None:
+                self.ledger = RelayLedger.from_json(json.loads(ledger))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DeploymentError(
                 f"What is known of the mesh's machines in {self._path} is damaged: {error!r}.",
-                hint=f"Put copies of {MACHINES_NAME} and {TOKENS_NAME} back, or remove both: then every machine has to "
+                hint=f"Put copies of {', '.join(NAMES)} back, or remove them: then machines and relays have to "
                 "join with a new token.",
                 reason=Reason.UNREADABLE,
                 path=str(self._path),
             ) from error
 
-    def machines_text(self) -> str:
-        return json.dumps(self.machines.to_json())
-
-    def tokens_text(self) -> str:
-        return json.dumps([asdict(record) for record in self.tokens.records.values()])
+    def text(self, name: str) -> str:
+        """What is to be written under this name."""
+        if name == TOKENS_NAME:
+            return json.dumps([asdict(record) for record in self.tokens.records.values()])
+        if name == MACHINES_NAME:
+            return json.dumps(self.machines.to_json())
+        return json.dumps(self.relays.to_json() if name == RELAYS_NAME else self.ledger.to_json())
 
     def write(self, name: str, text: str) -> None:
         """Blocking; whole or not at all."""

@@ -14,10 +14,8 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,18 +23,17 @@ from coordinator.api.mesh_service import JoinedTerms, MeshNews
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MACHINES_NAME, TOKENS_NAME, MeshBooks
 from coordinator.mesh_machines import HEAD, MeshMachine, checked_hint
-from mesh.errors import AuthenticationError, SpecError
+from coordinator.mesh_news import MeshNewsroom
+from coordinator.mesh_requests import check_clock, text_of
+from coordinator.relay_desk import RelayDesk
+from mesh.errors import SpecError
 from mesh.ids import MachineName
-from mesh.net.clock import is_skewed, skew_text, wall_clock
+from mesh.net.clock import wall_clock
 from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 from mesh.net.roster import MachinePlace, Machines
 from mesh.net.tokens import TTL_S, JoinToken, TokenRecord
-from mesh.reasons import Reason
 from mesh.resources import JoinTokenFacts
 
-FOLLOW_LIMIT_S = 20.0
-FOLLOW_LOOK_S = 0.5
-"""Between two looks whether who follows is still there."""
 ADDRESSES_MAX = 8
 SECRET_BYTES = 24
 
@@ -76,6 +73,12 @@ class Surroundings(Protocol):
         """Those of the addresses at which that machine answers."""
         ...
 
+    async def probe_relay(
+        self, relay: MachineName, addresses: Sequence[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        """Those of the addresses at which that relay answers."""
+        ...
+
     def new_node_id(self) -> str: ...
 
 
@@ -93,22 +96,34 @@ class MeshDesk:
         self._books = books
         self._authority = authority
         self._around = around
-        self._on_change = on_change
-        self._life = secrets.token_hex(4)
-        self._changed = asyncio.Event()
-        self._following: Counter[MachineName] = Counter()
+        self._newsroom = MeshNewsroom(
+            changes=lambda: books.machines.version + self.relays.changes, on_change=on_change
+        )
         self._writing = asyncio.Lock()
+        self.relays = RelayDesk(
+            books=books,
+            authority=authority,
+            around=around,
+            newsroom=self._newsroom,
+            redeem=lambda text: self._redeem(text, for_relay=True),
+            revoked=self.revoked,
+            save=self._save,
+        )
 
     # ---- tokens -----------------------------------------------------------------------------------
 
-    async def create_token(self, ttl_s: float | None) -> tuple[str, JoinTokenFacts]:
+    async def create_token(
+        self, ttl_s: float | None, *, for_relay: bool = False
+    ) -> tuple[str, JoinTokenFacts]:
         """A new one, and what it looks like in lists. Raises SpecError, ConflictError, StorageError."""
         token = JoinToken(
             id=secrets.token_hex(6),
             secret=secrets.token_hex(SECRET_BYTES),
             fingerprint=self._authority.fingerprint(),
         )
-        record = self._books.tokens.add(token, now=wall_clock(), ttl_s=TTL_S if ttl_s is None else ttl_s)
+        record = self._books.tokens.add(
+            token, now=wall_clock(), ttl_s=TTL_S if ttl_s is None else ttl_s, for_relay=for_relay
+        )
         await self._save(TOKENS_NAME)
         return str(token), _facts(record)
 
@@ -135,19 +150,19 @@ class MeshDesk:
             ConflictError: other versions; (IdentityInUse) the machine is there already.
             SpecError: what is asked makes no sense. DeploymentError: Ray is not up. StorageError.
         """
-        self._check_clock(request)
+        check_clock(request)
         self._around.check_versions(request)
         hint = checked_hint(request.get("nameHint"))
         cluster = self._around.cluster()
         before = await self._admit(request)
         name = MachineName(f"{hint}-{await self._around.next_name_number()}")
-        certificate = self._authority.sign_machine(_text(request, "request").encode(), name)
+        certificate = self._authority.sign_machine(text_of(request, "request").encode(), name)
         secret = secrets.token_hex(SECRET_BYTES)
         machine = self._books.machines.enter(name, secret, now=wall_clock())
         if before is not None:
             self._books.machines.succeed(before, name, now=wall_clock())
         await self._save(MACHINES_NAME)
-        self._tell()
+        self._newsroom.tell()
         node_id = self._around.new_node_id()
         return {
             "name": name,
@@ -165,16 +180,20 @@ class MeshDesk:
         """The machine that comes back; None for one that has shown a token, which is used up now."""
         again = request.get("again")
         if again is None:
-            token = JoinToken.parse(_text(request, "token"))
-            self._books.tokens.redeem(token.id, token.secret, now=wall_clock())
-            await self._save(TOKENS_NAME)
+            await self._redeem(text_of(request, "token"), for_relay=False)
             return None
         if not isinstance(again, dict):
             raise SpecError("`again` is the name and the secret of a machine.", field="again")
-        name = MachineName(_text(again, "name"))
-        is_followed = self._following[name] > 0
-        self._books.machines.may_come_back(name, _text(again, "secret"), is_followed=is_followed)
+        name = MachineName(text_of(again, "name"))
+        is_followed = self._newsroom.is_followed(name)
+        self._books.machines.may_come_back(name, text_of(again, "secret"), is_followed=is_followed)
         return name
+
+    async def _redeem(self, text: str, *, for_relay: bool) -> None:
+        """The token is used up. Raises SpecError, AuthenticationError, StorageError."""
+        token = JoinToken.parse(text)
+        self._books.tokens.redeem(token.id, token.secret, now=wall_clock(), for_relay=for_relay)
+        await self._save(TOKENS_NAME)
 
     async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> MeshNews:
         """What is new since `after`; waits for it, for a while. `is_gone`: who asked does not wait any more.
@@ -182,17 +201,9 @@ class MeshDesk:
         Raises AuthenticationError when this machine is not one any more.
         """
         machine = await self._check(name, secret)
-        with self._followed(machine.name):
-            deadline = asyncio.get_running_loop().time() + FOLLOW_LIMIT_S
-            while self._version() == after and not is_gone():
-                left_s = deadline - asyncio.get_running_loop().time()
-                if left_s <= 0:
-                    break
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, FOLLOW_LOOK_S)):
-                        await self._changed.wait()
-            await self._check(name, secret)
-            return self._news()
+        await self._newsroom.until_new(machine.name, after, is_gone=is_gone)
+        await self._check(name, secret)
+        return self._news()
 
     async def reach(
         self,
@@ -218,7 +229,7 @@ class MeshDesk:
         found = await self._around.probe(machine.name, asked) if asked else []
         self._books.machines.place(machine.name, tuple(found))
         await self._save(MACHINES_NAME)
-        self._tell()
+        self._newsroom.tell()
         return found
 
     async def renew(self, name: str, secret: str, request_pem: str) -> str:
@@ -244,13 +255,13 @@ class MeshDesk:
         ]
         if left:
             await self._save(MACHINES_NAME)
-            self._tell()
+            self._newsroom.tell()
 
     def unheard(self, *, older_than_s: float) -> list[MachineName]:
         """Machines that are in the book for longer and do not follow."""
         before = wall_clock() - older_than_s
         present = self._books.machines.present().values()
-        return [m.name for m in present if m.joined_at < before and not self._following[m.name]]
+        return [m.name for m in present if m.joined_at < before and not self._newsroom.is_followed(m.name)]
 
     def places(self) -> Machines:
         """Where all machines are; the head itself is reached where one joined."""
@@ -260,7 +271,8 @@ class MeshDesk:
         return machines
 
     def revoked(self) -> list[MachineName]:
-        return self._books.machines.revoked()
+        """Machines and relays that nobody believes any more."""
+        return [*self._books.machines.revoked(), *self._books.relays.revoked()]
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -271,34 +283,9 @@ class MeshDesk:
             await self._save(MACHINES_NAME)
         return machine
 
-    def _check_clock(self, request: Mapping[str, Any]) -> None:
-        clock = request.get("clock")
-        if not isinstance(clock, int | float) or isinstance(clock, bool):
-            raise SpecError("A machine says what time it is there.", field="clock", got=str(clock)[:80])
-        now = wall_clock()
-        if is_skewed(ours=clock, theirs=now):
-            raise AuthenticationError(
-                f"{skew_text(ours=clock, theirs=now, them='the head')} Certificates would not be valid.",
-                hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
-                reason=Reason.CLOCK_SKEW,
-            )
-
-    @contextlib.contextmanager
-    def _followed(self, name: MachineName) -> Iterator[None]:
-        self._following[name] += 1
-        try:
-            yield
-        finally:
-            self._following[name] -= 1
-            if not self._following[name]:
-                del self._following[name]
-
-    def _version(self) -> str:
-        return f"{self._life}.{self._books.machines.version}"
-
     def _news(self) -> MeshNews:
         return {
-            "version": self._version(),
+            "version": self._newsroom.version(),
             "machines": {
                 str(name): {
                     "gateway": [list(address) for address in place.gateway],
@@ -306,33 +293,25 @@ class MeshDesk:
                 }
                 for name, place in self.places().items()
             },
+            "relays": {
+                str(name): [list(address) for address in addresses]
+                for name, addresses in self.relays.offered().items()
+            },
             "revoked": [str(name) for name in self.revoked()],
             "bundle": self._authority.bundle_pem().decode(),
             "cluster": self._around.cluster().id,
         }
 
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self._on_change()
-
     async def _save(self, name: str) -> None:
         async with self._writing:
-            text = self._books.machines_text() if name == MACHINES_NAME else self._books.tokens_text()
-            await asyncio.to_thread(self._books.write, name, text)
+            await asyncio.to_thread(self._books.write, name, self._books.text(name))
 
 
 def _facts(record: TokenRecord) -> JoinTokenFacts:
     return {
         "id": record.id,
         "state": str(record.state(now=wall_clock())),
+        "purpose": "Relay" if record.for_relay else "Machine",
         "expiresAt": record.expires_at,
         "usedAt": record.used_at,
     }
-
-
-def _text(request: Mapping[str, Any], key: str) -> str:
-    value = request.get(key)
-    if not isinstance(value, str) or not value:
-        raise SpecError(f"The request has no {key}.", field=key)
-    return value

@@ -24,12 +24,14 @@ from agents.gateway_wire import (
     CarryRelay,
     Offer,
     Probe,
+    ProbeRelay,
     Revoke,
     SetApi,
     SetIdentity,
     SetMachines,
     SetRelays,
     SourceOf,
+    TakeReport,
 )
 from agents.mesh_ports import MeshPorts
 from agents.raylet_process import NODE_ID_BYTES
@@ -44,6 +46,7 @@ from mesh.errors import DeploymentError, MeshError
 from mesh.ids import MachineName
 from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 from mesh.net.relay_client import RelayPlace
+from mesh.net.relay_outbox import report_in
 from mesh.net.roster import Revocations
 from mesh.reasons import Reason
 from mesh.resources import Machine
@@ -55,6 +58,7 @@ JOIN_LIMIT_S = 90.0
 """From being told its name until a machine is known to Ray."""
 LOOK_S = 2.0
 RENEW_EVERY_S = 24 * 3600.0
+LAST_REPORT_LIMIT_S = 3.0
 GATEWAY_FOLDER = "g"
 
 _log = logging.getLogger(__name__)
@@ -93,6 +97,9 @@ class MeshHead:
         self._books = MeshBooks(state.path)
         self._ray: RayProcesses | None = None
         self._news = asyncio.Event()
+        self._own_relay: RelayPlace | None = None
+        self._take_report = TakeReport(life="", delivered=0)
+        """Says which report of the gateway's relay is in the books."""
         host, port = listen
         plan = GatewayPlan(
             folder=sockets / GATEWAY_FOLDER,
@@ -128,11 +135,19 @@ class MeshHead:
         self._spawn(self._keep_certificates(), "certificates")
         host, port = addresses[0]
         itself = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
-        own = RelayPlace(machine=HEAD, addresses=((itself, port),), is_gateway=True)
-        await self._gateway.tell(SetRelays(places=(own,)))
+        self._own_relay = RelayPlace(machine=HEAD, addresses=((itself, port),), is_gateway=True)
+        self.desk.relays.look()
+        await self._tell_news()
+        self._spawn(self._keep_relays(), "relays")
         return port
 
     async def stop(self) -> None:
+        if self._own_relay is not None:
+            try:
+                async with asyncio.timeout(LAST_REPORT_LIMIT_S):
+                    await self._enter_own_report()
+            except (MeshError, TimeoutError) as error:
+                _log.warning("what the head's relay carried last is not known: %s", error)
         await self._gateway.stop()
 
     def use(self, ray: RayProcesses) -> None:
@@ -181,6 +196,12 @@ class MeshHead:
         found = await self._gateway.ask(Probe(machine=machine, addresses=tuple(addresses)))
         return [(str(host), int(port)) for host, port in found]
 
+    async def probe_relay(
+        self, relay: MachineName, addresses: Sequence[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        found = await self._gateway.ask(ProbeRelay(relay=relay, addresses=tuple(addresses)))
+        return [(str(host), int(port)) for host, port in found]
+
     def new_node_id(self) -> str:
         return secrets.token_hex(NODE_ID_BYTES)
 
@@ -201,6 +222,29 @@ class MeshHead:
         await self._gateway.tell(SetMachines(machines=self.desk.places()))
         revoked = frozenset(self.desk.revoked())
         await self._gateway.tell(Revoke(revocations=Revocations(machines=revoked)))
+        if self._own_relay is not None:
+            relays = [
+                RelayPlace(machine=name, addresses=addresses)
+                for name, addresses in self.desk.relays.offered().items()
+            ]
+            await self._gateway.tell(SetRelays(places=(*relays, self._own_relay)))
+
+    async def _keep_relays(self) -> None:
+        """Looks who is silent, and enters what the head's own relay has carried."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.desk.relays.look()
+            try:
+                await self._enter_own_report()
+            except MeshError as error:
+                _log.warning("what the head's relay carried is not known yet: %s", error)
+
+    async def _enter_own_report(self) -> None:
+        answer = await self._gateway.ask(self._take_report)
+        report = report_in(answer["report"])
+        await self.desk.relays.enter(HEAD, report, lines=int(answer["lines"]), streams=int(answer["streams"]))
+        if report is not None:
+            self._take_report = TakeReport(life=report.life, delivered=report.number)
 
     async def _keep_certificates(self) -> None:
         while True:

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
         NetworkReport,
         NewJoinToken,
         ProviderPath,
+        RelayedBytes,
+        RelayFacts,
         Run,
         Submission,
         VersionInfo,
@@ -259,12 +261,12 @@ class MeshClient:
 
     # -- the mesh ---------------------------------------------------------------------------------------------
 
-    async def create_token(self, *, ttl_s: float | None = None) -> NewJoinToken:
-        """A token that lets one machine join, once, within 15 minutes when nothing is said.
+    async def create_token(self, *, ttl_s: float | None = None, relay: bool = False) -> NewJoinToken:
+        """A token that lets one machine join, or one relay start, once, within 15 minutes when nothing is said.
 
         Raises SpecError; DeploymentError where there is no mesh port.
         """
-        body = {} if ttl_s is None else {"ttlSeconds": ttl_s}
+        body: dict[str, Any] = {"relay": relay} | ({} if ttl_s is None else {"ttlSeconds": ttl_s})
         return cast("NewJoinToken", await self._http.call("POST", "/v1/tokens", body=body))
 
     async def list_tokens(self) -> list[JoinTokenFacts]:
@@ -275,6 +277,22 @@ class MeshClient:
         """Nobody joins with it any more. Raises NotFoundError, ConflictError when somebody has."""
         reply = await self._http.call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return cast("JoinTokenFacts", reply)
+
+    # -- relays ----------------------------------------------------------------------------------------------
+
+    async def list_relays(self) -> list[RelayFacts]:
+        """The relays of the deployment, the head's own first. Raises DeploymentError where there is no mesh port."""
+        return cast("list[RelayFacts]", (await self._http.call("GET", "/v1/relays"))["relays"])
+
+    async def list_relayed(self, run: str | None = None) -> list[RelayedBytes]:
+        """Bytes that relays have carried, of the run with this uid or of all. Raises as `list_relays`."""
+        query = {} if run is None else {"run": run}
+        reply = await self._http.call("GET", "/v1/relayed", query=query)
+        return cast("list[RelayedBytes]", reply["relayed"])
+
+    async def remove_relay(self, name: str) -> None:
+        """Nobody uses or believes this relay any more. Raises NotFoundError."""
+        await self._http.call("DELETE", f"/v1/relays/{quote(name, safe='')}")
 
     # -- what goes on ----------------------------------------------------------------------------------------
 

@@ -375,6 +375,8 @@ class JoinTokenFacts(TypedDict):
     id: str
     state: str
     """Open, Used, Expired or Revoked."""
+    purpose: str
+    """Machine or Relay: who may use it."""
     expiresAt: float
     usedAt: float | None
 
@@ -469,6 +471,34 @@ class ProviderPath(TypedDict):
     """False: no gang gets machines of both, until a check passes."""
     allReduceSeconds: float | None
     """Of a model of the size that was asked for, between as many members; null when none was."""
+
+
+class RelayFacts(TypedDict):
+    """A relay of the deployment. Times are seconds since 1970."""
+
+    name: str
+    addresses: list[str]
+    """Where machines dial it, best first; of the head's own none: it is at the head's mesh port."""
+    state: str
+    """Up; Unreachable: the head cannot dial it; Away: it has not been heard of."""
+    since: float | None
+    """When it joined first; null for the head's own."""
+    lines: int
+    """Machines that can be reached through it."""
+    streams: int
+    bytes: int
+    """All that it ever carried, both directions together."""
+
+
+class RelayedBytes(TypedDict):
+    """Bytes that a relay carried between two machines, both directions together."""
+
+    relay: str
+    run: str | None
+    """Its uid; null for what machines do among themselves (Ray)."""
+    dialler: str
+    target: str
+    bytes: int
 
 
 class VersionInfo(TypedDict):

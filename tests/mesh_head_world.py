@@ -86,6 +86,11 @@ class HeadWorld:
     ) -> list[tuple[str, int]]:
         return await self.gateway.probe(machine, addresses)
 
+    async def probe_relay(
+        self, relay: MachineName, addresses: Sequence[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        return await self.gateway.probe_relay(relay, addresses)
+
     def new_node_id(self) -> str:
         return "n" * 56
 

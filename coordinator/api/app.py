@@ -20,6 +20,7 @@ from coordinator.api import (
     routes_mesh,
     routes_network,
     routes_rehearsal,
+    routes_relays,
     routes_runs,
     routes_streams,
 )
@@ -39,6 +40,7 @@ BODY_BYTES_MAX = 8 * 1024 * 1024
 ENDPOINTS = (
     *routes_deployment.ENDPOINTS,
     *routes_mesh.ENDPOINTS,
+    *routes_relays.ENDPOINTS,
     *routes_runs.ENDPOINTS,
     *routes_rehearsal.ENDPOINTS,
     *routes_network.ENDPOINTS,

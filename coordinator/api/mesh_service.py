@@ -7,6 +7,7 @@ from typing import Any, NotRequired, Protocol
 
 from typing_extensions import TypedDict
 
+from coordinator.api.relay_service import RelayService
 from mesh.resources import JoinTokenFacts
 
 
@@ -30,6 +31,8 @@ class TokenRequest(TypedDict):
 
     ttlSeconds: NotRequired[float]
     """900 when left out, a day at most."""
+    relay: NotRequired[bool]
+    """It starts a relay; otherwise a machine joins with it."""
 
 
 class KnownMachine(TypedDict):
@@ -74,6 +77,8 @@ class MeshNews(TypedDict):
 
     version: str
     machines: dict[str, PlaceFacts]
+    relays: dict[str, list[list[str | int]]]
+    """Beside the head's own: addresses and ports of each."""
     revoked: list[str]
     bundle: str
     cluster: str
@@ -122,8 +127,12 @@ class Renewed(TypedDict):
 class MeshService(Protocol):
     """The head's desk for machines; see coordinator/mesh_desk.py."""
 
+    @property
+    def relays(self) -> RelayService: ...
     def trust(self) -> dict[str, Any]: ...
-    async def create_token(self, ttl_s: float | None) -> tuple[str, JoinTokenFacts]: ...
+    async def create_token(
+        self, ttl_s: float | None, *, for_relay: bool = False
+    ) -> tuple[str, JoinTokenFacts]: ...
     def list_tokens(self) -> list[JoinTokenFacts]: ...
     async def revoke_token(self, token_id: str) -> JoinTokenFacts: ...
     async def join(self, request: Mapping[str, Any]) -> JoinedTerms: ...

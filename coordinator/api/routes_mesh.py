@@ -7,6 +7,8 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -36,7 +38,8 @@ from mesh.resources import JoinTokenFacts, Machine, NewJoinToken
 ADDRESSES_MAX = 8
 
 
-def _mesh(request: web.Request) -> MeshService:
+def mesh_of(request: web.Request) -> MeshService:
+    """Raises DeploymentError."""
     mesh = request.app[CONTEXT].mesh
     if mesh is None:
         raise DeploymentError(
@@ -48,72 +51,62 @@ def _mesh(request: web.Request) -> MeshService:
 
 
 async def get_authority(request: web.Request, query: Query) -> web.StreamResponse:
-    return web.json_response(_mesh(request).trust())
+    return web.json_response(mesh_of(request).trust())
 
 
 async def create_token(request: web.Request, query: Query) -> web.StreamResponse:
-    mesh = _mesh(request)
-    body = await read_json(request, what="how long it is good") if await request.read() else {}
-    ttl_s = body.get("ttlSeconds") if isinstance(body, dict) else False
+    mesh = mesh_of(request)
+    body = await object_of(request, "how long it is good") if await request.read() else {}
+    ttl_s, for_relay = body.get("ttlSeconds"), body.get("relay", False)
     if ttl_s is not None and (not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool)):
         raise SpecError("ttlSeconds is a number.", field="ttlSeconds", got=str(ttl_s)[:80])
-    token, facts = await mesh.create_token(ttl_s)
+    if not isinstance(for_relay, bool):
+        raise SpecError("relay is true or false.", field="relay", got=str(for_relay)[:80])
+    token, facts = await mesh.create_token(ttl_s, for_relay=for_relay)
     return web.json_response({"token": token, "facts": facts}, status=HTTPStatus.CREATED)
 
 
 async def list_tokens(request: web.Request, query: Query) -> web.StreamResponse:
-    return web.json_response({"tokens": _mesh(request).list_tokens()})
+    return web.json_response({"tokens": mesh_of(request).list_tokens()})
 
 
 async def revoke_token(request: web.Request, query: Query) -> web.StreamResponse:
-    return web.json_response(await _mesh(request).revoke_token(request.match_info["id"]))
+    return web.json_response(await mesh_of(request).revoke_token(request.match_info["id"]))
 
 
 async def join(request: web.Request, query: Query) -> web.StreamResponse:
-    body = await _object(request, "a machine's request to join")
-    return web.json_response(await _mesh(request).join(body))
+    body = await object_of(request, "a machine's request to join")
+    return web.json_response(await mesh_of(request).join(body))
 
 
 async def follow(request: web.Request, query: Query) -> web.StreamResponse:
-    stopping = request.app[CONTEXT].stopping
-
-    def is_gone() -> bool:
-        return request.transport is None or request.transport.is_closing() or stopping.is_set()
-
-    news = await _mesh(request).follow(
-        request.match_info["name"], bearer_of(request), query["after"] or "", is_gone=is_gone
+    news = await mesh_of(request).follow(
+        request.match_info["name"], bearer_of(request), query["after"] or "", is_gone=is_gone_of(request)
     )
     return web.json_response(news)
 
 
 async def reach(request: web.Request, query: Query) -> web.StreamResponse:
-    body = await _object(request, "a machine's addresses")
-    port = body.get("port")
-    if port is not None and not _is_port(port):
-        raise SpecError("port is that of the machine's gateway, or null.", field="port", got=str(port)[:80])
-    peer = request.transport.get_extra_info("peername") if request.transport is not None else None
-    found = await _mesh(request).reach(
+    asked = await reach_of(request, "a machine's addresses")
+    found = await mesh_of(request).reach(
         request.match_info["name"],
         bearer_of(request),
-        addresses=_addresses(body.get("addresses")),
-        port=port,
-        seen_from=peer[1] if peer else 0,
+        addresses=asked.addresses,
+        port=asked.port,
+        seen_from=asked.seen_from,
     )
     return web.json_response({"addresses": [list(address) for address in found]})
 
 
 async def renew(request: web.Request, query: Query) -> web.StreamResponse:
-    body = await _object(request, "a certificate request")
-    wanted = body.get("request")
-    if not isinstance(wanted, str):
-        raise SpecError("request is a certificate signing request, PEM.", field="request")
-    certificate = await _mesh(request).renew(request.match_info["name"], bearer_of(request), wanted)
+    wanted = await request_of(request)
+    certificate = await mesh_of(request).renew(request.match_info["name"], bearer_of(request), wanted)
     return web.json_response({"certificate": certificate})
 
 
 async def leave(request: web.Request, query: Query) -> web.StreamResponse:
     """As reclaim, by the machine itself."""
-    name = await _mesh(request).check(request.match_info["name"], bearer_of(request))
+    name = await mesh_of(request).check(request.match_info["name"], bearer_of(request))
     grace_s, message = await read_reclaim(request)
     service = request.app[CONTEXT].service
     machine = await ask(lambda: service.reclaim(name, grace_s, message))
@@ -121,18 +114,54 @@ async def leave(request: web.Request, query: Query) -> web.StreamResponse:
 
 
 async def get_own(request: web.Request, query: Query) -> web.StreamResponse:
-    name = await _mesh(request).check(request.match_info["name"], bearer_of(request))
+    name = await mesh_of(request).check(request.match_info["name"], bearer_of(request))
     machines = await ask(request.app[CONTEXT].service.list_machines)
     found = next((machine for machine in machines if machine["name"] == name), None)
     return web.json_response({"machine": found})
 
 
 async def left(request: web.Request, query: Query) -> web.StreamResponse:
-    await _mesh(request).left(request.match_info["name"], bearer_of(request))
+    await mesh_of(request).left(request.match_info["name"], bearer_of(request))
     return web.json_response({})
 
 
-async def _object(request: web.Request, what: str) -> dict[str, Any]:
+def is_gone_of(request: web.Request) -> Callable[[], bool]:
+    """Whether who asked does not wait any more, or the API stops."""
+    stopping = request.app[CONTEXT].stopping
+    return lambda: request.transport is None or request.transport.is_closing() or stopping.is_set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedReach:
+    """Where somebody takes itself to be."""
+
+    addresses: list[tuple[str, int]]
+    port: int | None
+    seen_from: int
+
+
+async def reach_of(request: web.Request, what: str) -> AskedReach:
+    """Raises SpecError."""
+    body = await object_of(request, what)
+    port = body.get("port")
+    if port is not None and not _is_port(port):
+        raise SpecError("port is that which it listens on, or null.", field="port", got=str(port)[:80])
+    peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+    return AskedReach(
+        addresses=_addresses(body.get("addresses")), port=port, seen_from=peer[1] if peer else 0
+    )
+
+
+async def request_of(request: web.Request) -> str:
+    """A certificate signing request. Raises SpecError."""
+    wanted = (await object_of(request, "a certificate request")).get("request")
+    if not isinstance(wanted, str):
+        raise SpecError("request is a certificate signing request, PEM.", field="request")
+    return wanted
+
+
+async def object_of(request: web.Request, what: str) -> dict[str, Any]:
+    """Raises SpecError."""
     body = await read_json(request, what=what)
     if not isinstance(body, dict):
         raise SpecError(f"The request takes {what}, as an object.")

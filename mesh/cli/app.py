@@ -56,7 +56,7 @@ app.command(
     epilog=run.EPILOG,
     context_settings={"allow_interspersed_args": False},
 )(run.run)
-app.command("get", short_help="List runs, attempts, machines, events or paths.")(get.get)
+app.command("get", short_help="List runs, attempts, machines, events, paths or relays.")(get.get)
 app.command("describe", short_help="Tell the story of a run.")(describe.describe)
 app.command("logs", short_help="Show what the ranks printed.")(logs.logs)
 app.command("wait", short_help="Wait until a run runs, is suspended, or has ended.")(runs.wait)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mesh.cli.guard import execute
 from mesh.cli.options import OutputFormat, OutputOption, RunArgument, StateOption, UrlOption, client_for
+
+if TYPE_CHECKING:
+    from mesh.client import MeshClient
 
 EVENTS_SHOWN = 30
 LAST_LINES_SHOWN = 20
@@ -35,11 +38,34 @@ async def _describe(name: str, output: OutputFormat, state: Any, url: str | None
     async with client_for(state, url) as client, terminal.working(f"Asking for {name}"):
         run = await client.get_run(name)
         events = await client.list_events(run=run["metadata"]["uid"])
+        relayed = await _relayed(client, run["metadata"]["uid"])
     if output in (OutputFormat.JSON, OutputFormat.YAML):
-        print_document(terminal, {**run, "events": events}, output)
+        print_document(terminal, {**run, "events": events, "relayed": relayed}, output)
         return
-    for line in [*describe_run(run, events), *describe_events(events)]:
+    for line in [*describe_run(run, events), *describe_relayed(relayed), *describe_events(events)]:
         terminal.out(line)
+
+
+async def _relayed(client: MeshClient, uid: str) -> list[Any]:
+    from mesh.errors import DeploymentError
+
+    try:
+        return list(await client.list_relayed(uid))
+    except DeploymentError:  # a deployment without a mesh port has no relays
+        return []
+
+
+def describe_relayed(relayed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What relays have carried between ranks' machines, as lines."""
+    from mesh.cli.story import size
+    from mesh.cli.terminal import printable
+
+    lines = [
+        printable(f"  {row['dialler']} and {row['target']} through {row['relay']}: {size(row['bytes'])}")
+        for row in relayed
+    ]
+    total = size(sum(row["bytes"] for row in relayed))
+    return [_row("Relayed", total), *lines] if relayed else []
 
 
 def describe_run(run: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""`mesh get runs|attempts|machines|events|paths`."""
+"""`mesh get runs|attempts|machines|events|paths|relays`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Kind(StrEnum):
     MACHINES = "machines"
     EVENTS = "events"
     PATHS = "paths"
+    RELAYS = "relays"
 
 
 _NOTHING = {
@@ -28,6 +29,7 @@ _NOTHING = {
     Kind.MACHINES: "There are no machines.",
     Kind.EVENTS: "There are no events.",
     Kind.PATHS: "No network has been checked yet. Check it: mesh check",
+    Kind.RELAYS: "There are no relays.",
 }
 
 
@@ -38,6 +40,7 @@ def _kind(text: str) -> Kind:
         "nodes": "machines",
         "event": "events",
         "path": "paths",
+        "relay": "relays",
     }
     try:
         return Kind(plural.get(text.lower(), text.lower()))
@@ -72,7 +75,7 @@ def get(
     state: StateOption = None,
     url: UrlOption = None,
 ) -> None:
-    """Lists runs, attempts (one rank's part in one epoch), machines, events, or the paths between providers."""
+    """Lists runs, attempts (one rank's part in one epoch), machines, events, the paths between providers, or relays."""
     if kind is Kind.PATHS:
         if name is not None or selector:
             raise typer.BadParameter("paths are of the whole deployment: no run and no conditions.")
@@ -80,6 +83,8 @@ def get(
         return
     if model_size is not None or nodes is not None:
         raise typer.BadParameter("--model-size and --nodes are about paths: mesh get paths.")
+    if kind is Kind.RELAYS and (name is not None or selector):
+        raise typer.BadParameter("relays are listed as a whole")
     execute(lambda: _get(kind, name, selector, output, state, url), state=state)
 
 
@@ -120,6 +125,7 @@ async def _get(
         Kind.ATTEMPTS: tables.ATTEMPTS,
         Kind.MACHINES: tables.MACHINES,
         Kind.EVENTS: tables.EVENTS,
+        Kind.RELAYS: tables.RELAYS,
     }[kind]
     print_table(terminal, columns, items, wide=output is OutputFormat.WIDE, nothing=_NOTHING[kind])
 
@@ -131,4 +137,6 @@ async def _list(client: Any, kind: Kind, conditions: str) -> list[Any]:
         return list(await client.list_attempts(conditions))
     if kind is Kind.MACHINES:
         return list(await client.list_machines(conditions))
+    if kind is Kind.RELAYS:
+        return list(await client.list_relays())
     return list(await client.list_events(labels=conditions))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mesh.cli.guard import execute
 from mesh.cli.options import OutputFormat, OutputOption, StateOption, UrlOption, client_for, duration
+
+if TYPE_CHECKING:
+    from mesh.client import MeshClient
 
 LOOK_S = 0.5
 GRACE_S_DEFAULT = 120.0
@@ -32,6 +35,8 @@ def drain(
 ) -> None:
     """Says that a machine goes away: nobody gets it any more, and the run that has it saves and gets another one.
 
+    A relay is drained at once: nobody uses it any more, and its certificate is revoked.
+
     The ranks of that run get SIGTERM at once and what is left of the time, at most their own grace period, to save.
     Waits until the machine is free. Ctrl-C ends the waiting only.
     """
@@ -49,12 +54,19 @@ async def _drain(
 ) -> int:
     from mesh.cli.output import print_document
     from mesh.cli.terminal import Terminal
+    from mesh.errors import NotFoundError
 
     terminal = Terminal()
     grace_s = GRACE_S_DEFAULT if grace_s is None else grace_s
     async with client_for(state, url) as client, terminal.working(f"Draining {name}") as spinner:
         machines = await client.list_machines()
-        machine = await client.reclaim(name, grace_s=grace_s, message=message)
+        try:
+            machine = await client.reclaim(name, grace_s=grace_s, message=message)
+        except NotFoundError:
+            if not await _remove_relay(client, name):
+                raise
+            terminal.note(f"Nobody uses the relay {name} any more; its certificate is revoked.")
+            return 0
         if client.is_local and any(m["name"] == name and m["state"] in ("Ready", "InUse") for m in machines):
             # whoever has it needs another one, and simulated ones come only when they are asked for
             await client.grow(sum(m["state"] != "Lost" for m in machines) + 1)
@@ -76,3 +88,14 @@ async def _drain(
         waits = f" It waits for {machine['waitsFor']}." if machine["waitsFor"] else ""
         terminal.note(f"{name} is free, and nobody gets it any more.{waits}")
     return 0
+
+
+async def _remove_relay(client: MeshClient, name: str) -> bool:
+    """False when there is no such relay."""
+    from mesh.errors import DeploymentError, NotFoundError
+
+    try:
+        await client.remove_relay(name)
+    except (NotFoundError, DeploymentError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The columns of runs, attempts, machines, events, paths, and of a network check."""
+"""The columns of runs, attempts, machines, events, paths, relays, and of a network check."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mesh.cli.output import Column, Item, age, clock, end_of, span
+from mesh.cli.story import size
 from mesh.netcheck.words import length, rate, round_trip
 
 
@@ -196,3 +197,15 @@ WAYS = (
 
 def _offset(seconds: float) -> str:
     return f"{seconds * 1e3:+.3g} ms" if abs(seconds) < 1 else f"{seconds:+.3g} s"
+
+
+RELAYS = (
+    Column(title="NAME", text=lambda relay: str(relay["name"]), flexible=True),
+    Column(title="STATE", text=lambda relay: str(relay["state"])),
+    Column(title="ADDRESS", text=lambda relay: _optional(next(iter(relay["addresses"]), None))),
+    Column(title="SINCE", text=lambda relay: clock(relay["since"])),
+    Column(title="MACHINES", text=lambda relay: str(relay["lines"])),
+    Column(title="STREAMS", text=lambda relay: str(relay["streams"])),
+    Column(title="CARRIED", text=lambda relay: size(relay["bytes"])),
+    Column(title="BYTES", text=lambda relay: str(relay["bytes"]), wide=True),
+)

@@ -37,6 +37,9 @@ def token(
             help="For how long a new one is good; 15m when left out, at most 24h.",
         ),
     ] = None,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="For `mesh relay` instead: nobody joins with it as a machine.")
+    ] = False,
     output: OutputOption = OutputFormat.TABLE,
     state: StateOption = None,
     url: UrlOption = None,
@@ -51,11 +54,19 @@ def token(
         )
     if ttl is not None and verb is not TokenVerb.CREATE:
         raise typer.BadParameter(f"{verb} takes no --ttl", param_hint="--ttl")
-    execute(lambda: _token(verb, token_id or "", ttl, output, state, url), state=state)
+    if relay and verb is not TokenVerb.CREATE:
+        raise typer.BadParameter(f"{verb} takes no --relay", param_hint="--relay")
+    execute(lambda: _token(verb, token_id or "", ttl, relay, output, state, url), state=state)
 
 
 async def _token(
-    verb: TokenVerb, token_id: str, ttl_s: float | None, output: OutputFormat, state: Any, url: str | None
+    verb: TokenVerb,
+    token_id: str,
+    ttl_s: float | None,
+    relay: bool,
+    output: OutputFormat,
+    state: Any,
+    url: str | None,
 ) -> None:
     from mesh.cli.terminal import Terminal
 
@@ -63,7 +74,7 @@ async def _token(
     is_document = output in (OutputFormat.JSON, OutputFormat.YAML)
     async with client_for(state, url) as client, terminal.working("Asking"):
         if verb is TokenVerb.CREATE:
-            made = await client.create_token(ttl_s=ttl_s)
+            made = await client.create_token(ttl_s=ttl_s, relay=relay)
         elif verb is TokenVerb.REVOKE:
             revoked = await client.revoke_token(token_id)
         else:
@@ -97,6 +108,7 @@ def _table(terminal: Terminal, listed: list[Any], *, wide: bool) -> None:
     columns = (
         Column(title="ID", text=lambda item: str(item["id"])),
         Column(title="STATE", text=lambda item: str(item["state"])),
+        Column(title="FOR", text=lambda item: str(item["purpose"])),
         Column(
             title="EXPIRES IN",
             text=lambda item: span(item["expiresAt"] - now) if item["state"] == "Open" else "-",

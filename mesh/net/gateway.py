@@ -31,7 +31,7 @@ from mesh.net.door import Door
 from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate, Refused
 from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
-from mesh.net.probe import probe
+from mesh.net.probe import probe, probe_relay
 from mesh.net.reception import Reception
 from mesh.net.refusals import Refusal
 from mesh.net.relay import Relay
@@ -251,6 +251,14 @@ class Gateway:
         """At which of these addresses this machine's gateway answers, in their order. Raises AuthenticationError."""
         return await probe(
             self.identity.deployment, machine, addresses, context=self._machine_context(), check=self._check
+        )
+
+    async def probe_relay(
+        self, relay: MachineName, addresses: Sequence[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        """At which of these addresses this relay answers, in their order. Raises AuthenticationError."""
+        return await probe_relay(
+            self.identity.deployment, relay, addresses, context=self._machine_context(), check=self._check
         )
 
     def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a machine's gateway can be dialled, by dialling it: TLS, its name, and a word with it. Carries nothing."""
+"""Whether a gateway or a relay can be dialled, by dialling it: TLS, its name, and a word with it. Carries nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mesh.net.gate import Refused
 from mesh.net.identity import PeerCertificate
 from mesh.net.preface import Preface
 from mesh.net.refusals import Refusal
+from mesh.net.relay_client import RelayClient, RelayDown, RelayPlace
 
 PROBE_LIMIT_S = 2.0
 """For one address: three round trips across the world are 0.9 s. What takes longer is taken for a wall."""
@@ -34,6 +35,35 @@ async def probe(
         *(_answers(deployment, machine, address, context, check) for address in asked)
     )
     return [address for address, answered in zip(asked, answers, strict=True) if answered]
+
+
+async def probe_relay(
+    deployment: str,
+    relay: MachineName,
+    addresses: Sequence[tuple[str, int]],
+    *,
+    context: ssl.SSLContext,
+    check: Callable[[PeerCertificate], Refused | None],
+) -> list[tuple[str, int]]:
+    """Those of these addresses, in their order, at which that relay answered."""
+
+    async def answers(address: tuple[str, int]) -> bool:
+        place = RelayPlace(machine=relay, addresses=(address,))
+        try:
+            async with asyncio.timeout(PROBE_LIMIT_S):
+                leg = await RelayClient(deployment=deployment, place=place, check=check).dial(relay, context)
+        except RelayDown:
+            return False
+        except DialRefused as refused:
+            return refused.reason is Refusal.NOT_LISTENING  # it has no line of its own, and has said so
+        except TimeoutError:
+            return False
+        leg.socket.close()
+        return True
+
+    asked = addresses[:ADDRESSES_MAX]
+    found = await asyncio.gather(*(answers(address) for address in asked))
+    return [address for address, answered in zip(asked, found, strict=True) if answered]
 
 
 async def _answers(

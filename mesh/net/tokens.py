@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. A token is a secret and the fingerprint of the authority: who joins knows whom it talks to before it says the secret.
-2. Only the hash of the secret is kept. A token is used up by the first use, also by one that leads to nothing.
+2. Only the hash of the secret is kept. A token is used up by the first use, also by one that leads to nothing. It is
+   good for a machine or for a relay, never for both; the other one does not use it up.
 3. Pure: the time (seconds since 1970) and the secret are arguments. The book is bounded.
 
     gm1.<id>.<secret>.<fingerprint>
@@ -72,6 +73,8 @@ class TokenRecord:
     expires_at: float
     used_at: float | None = None
     revoked_at: float | None = None
+    for_relay: bool = False
+    """A relay starts with it; otherwise a machine joins."""
 
     def state(self, *, now: float) -> TokenState:
         if self.revoked_at is not None:
@@ -88,7 +91,9 @@ class TokenBook:
     records: dict[str, TokenRecord] = field(default_factory=dict)
     """By id. Also used and expired ones, so that they are refused by name, until room is needed."""
 
-    def add(self, token: JoinToken, *, now: float, ttl_s: float = TTL_S) -> TokenRecord:
+    def add(
+        self, token: JoinToken, *, now: float, ttl_s: float = TTL_S, for_relay: bool = False
+    ) -> TokenRecord:
         """Enters a new token. Raises SpecError for a ttl out of range, ConflictError when the book is full."""
         if not 0 < ttl_s <= TTL_MAX_S:
             raise SpecError(f"A token is valid for at most {TTL_MAX_S / 3600:.0f} h.", field="ttl", got=ttl_s)
@@ -96,11 +101,16 @@ class TokenBook:
             self._forget(now)
         if len(self.records) >= TOKENS_MAX or token.id in self.records:
             raise ConflictError("There are too many open join tokens; wait until some have expired.")
-        record = TokenRecord(id=token.id, secret_hash=hash_secret(token.secret), expires_at=now + ttl_s)
+        record = TokenRecord(
+            id=token.id,
+            secret_hash=hash_secret(token.secret),
+            expires_at=now + ttl_s,
+            for_relay=for_relay,
+        )
         self.records[token.id] = record
         return record
 
-    def redeem(self, token_id: str, secret: str, *, now: float) -> TokenRecord:
+    def redeem(self, token_id: str, secret: str, *, now: float, for_relay: bool = False) -> TokenRecord:
         """Uses a token up. Raises AuthenticationError, which says what is wrong with it.
 
         That a token was used or has expired is told only to who has its secret.
@@ -116,6 +126,11 @@ class TokenBook:
             raise AuthenticationError(f"The join token {token_id} has been used already.", hint=_NEW_TOKEN)
         if now >= record.expires_at:
             raise AuthenticationError(f"The join token {token_id} has expired.", hint=_NEW_TOKEN)
+        if record.for_relay != for_relay:
+            kinds = ("a relay", "a machine") if record.for_relay else ("a machine", "a relay")
+            raise AuthenticationError(
+                f"The join token {token_id} is for {kinds[0]}, not for {kinds[1]}.", hint=_KINDS
+            )
         used = replace(record, used_at=now)
         self.records[token_id] = used
         return used
@@ -144,6 +159,7 @@ class TokenBook:
         self.records = dict(self.open_tokens(now=now))
 
 
+_KINDS = "`mesh token create` makes one to join with as a machine; with --relay it makes one to start a relay with."
 _NEW_TOKEN = "`mesh token create` on the head makes another one."
 
 

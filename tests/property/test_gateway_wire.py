@@ -15,6 +15,7 @@ from agents.gateway_wire import (
     Host,
     Offer,
     Probe,
+    ProbeRelay,
     Request,
     Revoke,
     SetApi,
@@ -24,6 +25,7 @@ from agents.gateway_wire import (
     SetRelays,
     SetRoster,
     SourceOf,
+    TakeReport,
     from_wire,
     to_wire,
 )
@@ -58,6 +60,8 @@ REQUESTS: tuple[Request, ...] = (
     CarryRelay(streams_max=7, streams_per_machine_max=3),
     Probe(machine=MachineName("a"), addresses=(("10.0.0.1", 7000), ("fd00::1", 7000))),
     Probe(machine=MachineName("a"), addresses=()),
+    ProbeRelay(relay=MachineName("r"), addresses=(("10.0.0.9", 7001),)),
+    TakeReport(life="a", delivered=3),
     SourceOf(port=40000),
     Counters(),
 )

@@ -188,7 +188,7 @@ async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
     follows = asyncio.create_task(
         head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
     )
-    await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+    await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
     with pytest.raises(ConflictError) as raised:
         await head.way(tmp_path / "copy")._asking.ask()
     assert raised.value.reason is Reason.IDENTITY_IN_USE
@@ -224,7 +224,7 @@ async def test_whoever_follows_hears_of_every_change(head: HeadWorld, tmp_path: 
     async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
         path = f"/v1/machines/{life.name}/mesh"
         waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
-        await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+        await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
         await joined(head, tmp_path / "n")
         news = await waiting
         assert set(news["machines"]) == {HEAD, "machine-1", "machine-2"}
@@ -240,7 +240,7 @@ async def test_a_machine_that_was_given_up_hears_it_while_it_waits(head: HeadWor
     async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
         path = f"/v1/machines/{life.name}/mesh"
         waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
-        await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+        await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
         await head.desk.give_up([life.name])
         with pytest.raises(AuthenticationError, match="given up"):
             await waiting
@@ -251,9 +251,9 @@ async def test_a_follower_that_is_gone_is_soon_not_taken_for_one(head: HeadWorld
     async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
         path = f"/v1/machines/{life.name}/mesh"
         waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
-        await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+        await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
         waiting.cancel()
-    await eventually(lambda: not head.desk._following[life.name], "its wait to end")
+    await eventually(lambda: not head.desk._newsroom.is_followed(life.name), "its wait to end")
 
 
 async def test_nobody_but_the_machine_hears_its_news(head: HeadWorld, tmp_path: Path) -> None:

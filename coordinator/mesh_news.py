@@ -1,0 +1,72 @@
+"""Who waits for news of the mesh, machines and relays alike, and how they are told.
+
+Rules of this file:
+1. Whoever follows says what it has heard last; a head that began again has other versions, so everybody hears it all.
+2. Who asked and does not wait any more is no follower, within FOLLOW_LOOK_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from mesh.ids import MachineName
+
+FOLLOW_LIMIT_S = 20.0
+FOLLOW_LOOK_S = 0.5
+"""Between two looks whether who follows is still there."""
+
+
+class MeshNewsroom:
+    """One head's. Made on the loop.
+
+    Args:
+        changes: how often what is told has changed; only rises.
+        on_change: called whenever there is something to tell.
+    """
+
+    def __init__(self, *, changes: Callable[[], int], on_change: Callable[[], None]) -> None:
+        self._changes = changes
+        self._on_change = on_change
+        self._life = secrets.token_hex(4)
+        self._changed = asyncio.Event()
+        self._following: Counter[MachineName] = Counter()
+
+    def version(self) -> str:
+        """Of everything that could be told now."""
+        return f"{self._life}.{self._changes()}"
+
+    def tell(self) -> None:
+        """Something has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+    def is_followed(self, name: MachineName) -> bool:
+        """Whether somebody who has shown this name's secret waits right now."""
+        return self._following[name] > 0
+
+    async def until_new(self, name: MachineName, after: str, *, is_gone: Callable[[], bool]) -> None:
+        """Returns when the version is another one, when who asked has gone, or after a while."""
+        with self._followed(name):
+            deadline = asyncio.get_running_loop().time() + FOLLOW_LIMIT_S
+            while self.version() == after and not is_gone():
+                left_s = deadline - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, FOLLOW_LOOK_S)):
+                        await self._changed.wait()
+
+    @contextlib.contextmanager
+    def _followed(self, name: MachineName) -> Iterator[None]:
+        self._following[name] += 1
+        try:
+            yield
+        finally:
+            self._following[name] -= 1
+            if not self._following[name]:
+                del self._following[name]
