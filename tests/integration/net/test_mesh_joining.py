@@ -456,7 +456,7 @@ async def test_a_copy_that_has_a_token_does_not_wait_for_the_machine_that_it_is_
     follows = asyncio.create_task(
         head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
     )
-    await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+    await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
     way = head.way(tmp_path / "copy", await head.token())
     other, _ = await asyncio.wait_for(way._asking.ask(), 10)
     assert other["name"] == "machine-2"
@@ -475,7 +475,7 @@ async def test_a_token_in_a_unit_file_that_has_been_used_is_no_reason_to_stay_ou
     follows = asyncio.create_task(
         head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
     )
-    await eventually(lambda: bool(head.desk._following[life.name]), "it to follow")
+    await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
     asking = asyncio.create_task(head.way(tmp_path / "m", token)._asking.ask())
     await asyncio.sleep(0)
     follows.cancel()  # the head has noticed
