@@ -21,9 +21,10 @@ from agents import process_tree
 from agents.shim_program import refusal_of
 from mesh.net.shim.addresses import OVERLAY
 
-LOOKS_S = (0.02, 0.05, 0.1, 0.2, 0.4)
+LOOKS_S = (0.02, 0.05, 0.1, 0.2, 0.4, *([0.5] * 20))
 """When it is looked at first: most that is wrong is wrong at once."""
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 2.0
+"""The kernel tries a connection that nobody answers for two minutes."""
 LOAD_LIMIT_S = 10.0
 """From its start until a program that can have the library has it; a cold network disk may be slow."""
 _V4, _V6 = (ip_network(text) for text in OVERLAY)
@@ -38,23 +39,28 @@ class ShimWatch:
         self._incarnation = incarnation
         self._library = library.encode()
         self._program = ""
+        self._image = ""
+        """What tells the program that runs from the one that the process was before, though it may be the same file."""
         self._since = time.monotonic()
         """When it was seen for the first time what the process is now."""
+        self._is_proven = False
 
     def look(self) -> str | None:
         """What is wrong, in a sentence. Blocking."""
         return self._look_at_the_command() or self._look_for_sockets()
 
     def _look_at_the_command(self) -> str | None:
-        program = _program_of(self._pid)
-        if program != self._program:
-            self._program, self._since = program, time.monotonic()
-        if not program:
-            return None  # it has ended
+        program, image = _program_of(self._pid), _image_of(self._pid)
+        if (program, image) != (self._program, self._image):
+            self._program, self._image = program, image
+            self._since, self._is_proven = time.monotonic(), False
+        if not program or self._is_proven:
+            return None  # it has ended, or is as it should be
         why = refusal_of(Path(f"/proc/{self._pid}/exe"))
         if why is not None:
             return f"{program} {why}"
-        if time.monotonic() - self._since < LOAD_LIMIT_S or self._is_loaded():
+        self._is_proven = self._is_loaded()
+        if self._is_proven or time.monotonic() - self._since < LOAD_LIMIT_S:
             return None
         return f"{program} was started without it"
 
@@ -119,6 +125,14 @@ def _program_of(pid: int) -> str:
     except PermissionError:
         return "a program of another user"
     except OSError:
+        return ""
+
+
+def _image_of(pid: int) -> str:
+    """Where its code lies in memory (proc(5), field 26 of stat): somewhere else after each start of a program."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[23]
+    except (OSError, IndexError):
         return ""
 
 
