@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from mesh.net.refusals import Refusal
 from mesh.net.shim import addresses as shim_addresses
 from mesh.net.shim.library import LIBRARY
+from mesh.net.shim.table import ShimTable
 from tests.shim_world import DEVICE, ShimWorld, addresses_of, ended, shim_world
 
 ECHO = """
@@ -313,6 +315,31 @@ async def test_only_who_may_open_the_table_is_heard(mesh: ShimWorld, free_port: 
     assert (program.returncode, out) == (1, b"")
     assert b"gangmesh shim: what GANGMESH_SHIM says cannot be used" in err
     assert b"No route to host" in err
+
+
+def test_a_program_that_is_told_nonsense_runs_and_reaches_no_member(tmp_path: Path) -> None:
+    good = tmp_path / "shim.table"
+    ShimTable(good).close()
+    (tmp_path / "short").write_bytes(b"gmshim1\0")
+    (tmp_path / "other").write_bytes(bytes(good.stat().st_size))
+    asked = "socket.socket().connect_ex({!r})"
+    both = ", ".join(asked.format(to) for to in (("198.18.0.2", 9), ("127.0.0.1", 1)))
+    dial = f"import socket; print({both})"
+    program = ["/usr/bin/env", "-u", "NOTHING", sys.executable, "-c", dial]
+    nonsense = [
+        *("", ";", ";;;", "1", "1;gm0", "1;gm0;198.18.0.1", f"2;gm0;198.18.0.1;{good}", f"1;gm0;;{good}"),
+        *(f"1;gm0;nonsense;{good}", f"1;gm0;198.18.0.1:{good}", f"1;{'g' * 16};198.18.0.1;{good}"),
+        *(f"1;gm0;{','.join(['198.18.0.1'] * 9)};{good}", f"1;gm0;{'1' * 4000};{good}", "1;" * 3000),
+        *(f"1;gm0;198.18.0.1;{tmp_path / name}" for name in ("short", "other", "missing", ".")),
+    ]
+    for told in nonsense:
+        environment = {"GANGMESH_SHIM": told, "LD_PRELOAD": str(LIBRARY)}
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=20)
+        assert done.stdout.split() == [str(errno.EHOSTUNREACH), str(errno.ECONNREFUSED)], (told, done.stderr)
+        assert "gangmesh shim: what GANGMESH_SHIM says cannot be used" in done.stderr
+    environment = {"GANGMESH_SHIM": f"1;gm0;198.18.0.1;{good}", "LD_PRELOAD": str(LIBRARY)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.stdout.split() == [str(errno.ECONNREFUSED)] * 2, "there is no gateway"
 
 
 async def test_ends_and_resets_of_a_member_come_through(mesh: ShimWorld, free_port: int) -> None:
