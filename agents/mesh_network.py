@@ -24,7 +24,7 @@ from agents.core.events import Arrival
 from agents.gateway_wire import Counters, Fence, Forget, Host, SetRoster
 from agents.machine import interface_for
 from agents.network import OnLost, OpenPath, open_path, path_of
-from agents.overlay_line import OverlayLine, ask
+from agents.overlay_line import OverlayLine, ask, patiently
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, PlacementError, TransportError
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunUid
 from mesh.messages import CauseEvidence, JoinOrder, MemberCertificate
@@ -44,7 +44,6 @@ Sign = Callable[[Incarnation, MachineName, bytes], Awaitable[MemberCertificate]]
 SIGN_LIMIT_S = 60.0
 """Longer than a coordinator takes to be back after a crash."""
 SIGN_AGAIN_S = 0.5
-OPEN_LIMIT_S = 30.0
 BREAK_EXPLAINS_S = 10.0
 """For so long a broken path explains whatever the command ends of; later only its complaints about peers."""
 RENEW_AGAIN_S = 0.5
@@ -98,13 +97,7 @@ class MeshNetwork:
 
         roster = SetRoster(roster=_roster(order, arrivals))
         self._line = OverlayLine(self._gateway, [roster, self._host()], on_lost=lost)
-        try:
-            async with asyncio.timeout(OPEN_LIMIT_S):
-                await self._line.start()
-        except TimeoutError:
-            raise MeshTimeoutError(
-                "The gateway of this machine was not told of the epoch.", timeout_s=OPEN_LIMIT_S
-            ) from None
+        await self._line.start()
         self._renewing = asyncio.create_task(self._renew(order), name="renewing the certificate")
         epoch = order.incarnation.epoch
         return open_path(order, path, layer=f"gateways admit certificates of epoch {epoch} only")
@@ -145,8 +138,8 @@ class MeshNetwork:
     # ---- before the barrier ---------------------------------------------------------------------------
 
     async def _take_over(self, run: RunUid) -> None:
-        """Rule 4. Raises TransportError, MeshTimeoutError when the gateway does not answer."""
-        counters: Any = await ask(self._gateway, Counters())
+        """Rule 4. Raises MeshTimeoutError when the gateway does not answer."""
+        counters: Any = await patiently(lambda: ask(self._gateway, Counters()))
         left = [RunUid(uid) for uid in counters["runs"] if uid != run]
         if left:
             await ask(self._gateway, *(Forget(run=uid) for uid in left))

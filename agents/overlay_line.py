@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. A gateway knows nothing when it starts (agents/gateway.py). A connection that is held open says when it has ended.
-2. Its agent starts it again within a second or so. Who cannot be told within AGAIN_LIMIT_S is lost, and so is a member
-   whom the gateway refuses.
+2. Its agent starts it again within a second or so, so that it is waited for: before the command as well. Who cannot be
+   told within AGAIN_LIMIT_S is lost, and so is a member whom the gateway refuses.
 3. What was told last of each kind is told again, in the order of its first telling.
 """
 
@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from agents.gateway_client import GatewayClient
 from agents.gateway_wire import Request
@@ -24,6 +25,7 @@ AGAIN_LIMIT_S = 30.0
 AGAIN_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class OverlayLine:
@@ -41,7 +43,7 @@ class OverlayLine:
 
     async def start(self) -> None:
         """The gateway knows the member when it returns. Raises MeshError."""
-        await self._begin()
+        await patiently(self._begin)
         self._keeping = asyncio.create_task(self._keep(), name="line to the gateway")
 
     async def tell(self, request: Request) -> None:
@@ -78,32 +80,33 @@ class OverlayLine:
             self.broke_at = time.monotonic()
             _log.warning("the gateway has ended: telling the next one")
             try:
-                await self._begin_again()
+                await patiently(self._begin)
             except MeshError as error:
                 _log.error("the member is lost: %s", error)
                 self._on_lost(error.message)
                 return
 
-    async def _begin_again(self) -> None:
-        try:
-            async with asyncio.timeout(AGAIN_LIMIT_S):
-                while True:
-                    try:
-                        await self._begin()
-                        return
-                    except (TransportError, MeshTimeoutError) as error:
-                        _log.info("not told yet: %s", error)
-                    await asyncio.sleep(AGAIN_PAUSE_S)
-        except TimeoutError:
-            raise MeshTimeoutError(
-                f"The gateway of this machine ended and was not back within {AGAIN_LIMIT_S:g} s.",
-                timeout_s=AGAIN_LIMIT_S,
-            ) from None
-
     def _close_watch(self) -> None:
         if self._watch is not None:
             self._watch[1].close()
             self._watch = None
+
+
+async def patiently(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Tries until the gateway answers: its agent may be about to start it again. Raises MeshTimeoutError, MeshError."""
+    try:
+        async with asyncio.timeout(AGAIN_LIMIT_S):
+            while True:
+                try:
+                    return await attempt()
+                except (TransportError, MeshTimeoutError) as error:
+                    _log.info("the gateway does not answer yet: %s", error)
+                await asyncio.sleep(AGAIN_PAUSE_S)
+    except TimeoutError:
+        raise MeshTimeoutError(
+            f"The gateway of this machine ended and was not back within {AGAIN_LIMIT_S:g} s.",
+            timeout_s=AGAIN_LIMIT_S,
+        ) from None
 
 
 async def ask(socket: Path, *requests: Request) -> object:

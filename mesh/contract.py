@@ -21,7 +21,9 @@ Every launcher:
 | NODUS_RUN, NODUS_STATE_DIR                     | the run's name; the rank's own folder, kept across restarts        |
 | NODUS_INCARNATION                              | run, epoch, rank and a random token: which life this process is of |
 | NODUS_RESTORE_URI                              | the checkpoint to resume from; absent when there is none           |
-| GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME         | the interface towards the peers, unless the user set them          |
+| GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME         | the interface towards the peers, unless the user set them; on      |
+|                                                | direct and relayed in any case                                     |
+| NCCL_IB_DISABLE                                | 1 on public, direct and relayed, in any case                       |
 
 Plain adds RANK and WORLD_SIZE (machines), LOCAL_RANK=0, LOCAL_WORLD_SIZE=1: `env://` works, one process per machine.
 
@@ -51,7 +53,8 @@ What becomes of names that the user sets
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE     | Plain: overridden by the contract. Torchrun: kept for torchrun |
 |                                                    | itself, which ignores them and gives each worker its own       |
 | GROUP_RANK, ROLE_RANK …, TORCHELASTIC_*            | kept; torchrun gives its workers its own                       |
-| GLOO_SOCKET_IFNAME, NCCL_*                         | kept                                                           |
+| GLOO_SOCKET_IFNAME, NCCL_*                         | kept, but for what the path decides: another interface would   |
+|                                                    | lead past the encryption, or nowhere                           |
 | SLURM_*, RAY_*, LD_PRELOAD, CUDA_VISIBLE_DEVICES,  | kept as given                                                  |
 | OMP_NUM_THREADS, PATH and everything else          |                                                                |
 
@@ -127,6 +130,7 @@ def rank_environment(
             state_dir=state_dir,
         )
     )
+    environment.update(_decided_by_path(transport, interface))
     if restore_uri is not None:
         environment["NODUS_RESTORE_URI"] = restore_uri
     if plan.launcher is LauncherKind.PLAIN:
@@ -158,6 +162,13 @@ def _interface_defaults(interface: str | None) -> dict[str, str]:
     if interface is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def _decided_by_path(transport: Transport, interface: str | None) -> dict[str, str]:
+    """What is the path's to say, whatever the user set (first document, "Every rank gets the same variables")."""
+    decided = {} if transport is Transport.PRIVATE else {"NCCL_IB_DISABLE": "1"}
+    is_overlay = transport in (Transport.DIRECT, Transport.RELAYED)
+    return decided | (_interface_defaults(interface) if is_overlay else {})
 
 
 def _common_part(

@@ -20,17 +20,16 @@ import contextlib
 import hashlib
 import logging
 import shutil
-import subprocess
 from collections.abc import Sequence
 from ipaddress import ip_address, ip_network
 
 from mesh.errors import DeploymentError
 from mesh.net.overlay import MEMBERS_V4, MEMBERS_V6
+from mesh.net.programs import ProgramFailed, run_program
 from mesh.reasons import Reason
 
 OVERLAY = ("198.18.0.0/15", "fd67:6d00::/32")
 """Where overlay addresses are taken from. The first is RFC 2544's, for benchmarks: no provider routes it."""
-COMMAND_LIMIT_S = 10.0
 _log = logging.getLogger(__name__)
 _PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
 
@@ -125,7 +124,7 @@ async def apply(
         await _lead_to_device(deployment, overlay)
         text = rules(table_name(deployment), overlay=overlay, capture_port=capture_port, closed=closed)
         await _run("nft", "-f", "-", given=text)
-    except _CommandFailed as error:
+    except ProgramFailed as error:
         await remove(deployment)
         raise DeploymentError(
             f"Connections cannot be redirected: {error}", hint=_OTHERWISE, reason=Reason.FORBIDDEN
@@ -136,14 +135,14 @@ async def remove(deployment: str) -> None:
     """Takes rules, device, routes and addresses away. May be called again."""
     try:
         await _run("nft", "-f", "-", given=removal(table_name(deployment)))
-    except _CommandFailed as error:
+    except ProgramFailed as error:
         _log.warning("the rules of %s stay: %s", deployment, error)
-    with contextlib.suppress(_CommandFailed):  # it was not there
+    with contextlib.suppress(ProgramFailed):  # it was not there
         await _run("ip", "link", "del", device_name(deployment))
 
 
 async def _make_device(name: str) -> None:
-    with contextlib.suppress(_CommandFailed):  # it was not there
+    with contextlib.suppress(ProgramFailed):  # it was not there
         await _run("ip", "link", "del", name)
     far = f"{name}p"
     # The largest packets: what is captured goes over `lo`, with the segment size of this device.
@@ -158,7 +157,7 @@ async def give_address(deployment: str, address: str) -> None:
         await _run(
             "ip", "address", "replace", _host(address), "dev", device_name(deployment), *_no_dad(address)
         )
-    except _CommandFailed as error:
+    except ProgramFailed as error:
         raise DeploymentError(
             f"{address} cannot be made an address of this machine: {error}", reason=Reason.FORBIDDEN
         ) from error
@@ -169,11 +168,11 @@ async def take_address(deployment: str, address: str, *, overlay: Sequence[str])
 
     With the last IPv4 address of a device the kernel takes the routes to it away.
     """
-    with contextlib.suppress(_CommandFailed):  # it was not there
+    with contextlib.suppress(ProgramFailed):  # it was not there
         await _run("ip", "address", "del", _host(address), "dev", device_name(deployment))
     try:
         await _lead_to_device(deployment, overlay)
-    except _CommandFailed as error:
+    except ProgramFailed as error:
         raise DeploymentError(
             f"Overlay addresses have no route any more: {error}", reason=Reason.FORBIDDEN
         ) from error
@@ -187,28 +186,9 @@ async def _lead_to_device(deployment: str, overlay: Sequence[str]) -> None:
 _OTHERWISE = "It needs root (CAP_NET_ADMIN) and a kernel with nf_tables."
 
 
-class _CommandFailed(Exception):
-    """A program did not do it; the message has what it said."""
-
-
 async def _run(*command: str, given: str = "") -> None:
     """In a thread: uvloop's own subprocesses lose a stdin whose reader has ended."""
-    try:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            command,
-            input=given.encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=COMMAND_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _CommandFailed(f"{' '.join(command)} took over {COMMAND_LIMIT_S:g} s") from error
-    except OSError as error:
-        raise _CommandFailed(f"{command[0]}: {error.strerror}") from error
-    if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        raise _CommandFailed(f"{' '.join(command)}: {words[0][:200] if words else done.returncode}")
+    await asyncio.to_thread(run_program, *command, given=given)
 
 
 def _host(address: str) -> str:

@@ -127,6 +127,25 @@ def test_the_users_interface_and_nccl_settings_stay() -> None:
 
 
 @pytest.mark.parametrize(
+    ("transport", "is_decided"),
+    [
+        (Transport.PRIVATE, False),
+        (Transport.PUBLIC, False),
+        (Transport.DIRECT, True),
+        (Transport.RELAYED, True),
+    ],
+)
+def test_an_encrypted_path_decides_the_interface_since_another_leads_past_it(
+    transport: Transport, is_decided: bool
+) -> None:
+    chosen = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0", "NCCL_DEBUG": "INFO"}
+    found = environment(plan(env=tuple(chosen.items())), transport=transport, interface="gm0")
+    decided = {"GLOO_SOCKET_IFNAME": "gm0", "NCCL_SOCKET_IFNAME": "=gm0"} if is_decided else {}
+    assert {name: found[name] for name in chosen} == {**chosen, **decided}
+    assert found.get("NCCL_IB_DISABLE") == (None if transport is Transport.PRIVATE else "1")
+
+
+@pytest.mark.parametrize(
     ("name", "plain", "torchrun"),
     [
         ("RANK", "1", "user"),

@@ -20,7 +20,7 @@ from agents.gateway_wire import Counters, SetRoster
 from agents.mesh_network import MeshNetwork
 from agents.network import TrustedNetwork
 from agents.overlay_line import ask
-from mesh.errors import FencedError, PlacementError, TransportError
+from mesh.errors import FencedError, MeshTimeoutError, PlacementError, TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.messages import CauseEvidence, JoinOrder, MemberCertificate
 from mesh.net import firewall
@@ -293,10 +293,27 @@ async def test_a_coordinator_that_is_away_is_waited_for_and_one_that_refuses_is_
             await here.network().prepare(order())
 
 
-async def test_without_a_gateway_nothing_is_prepared(tmp_path: Path) -> None:
+async def test_without_a_gateway_nothing_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlay_line, "AGAIN_LIMIT_S", 0.3)
     network = MeshNetwork(MINE, gateway=tmp_path / CONTROL_NAME, sign=Stage(tmp_path).sign)
-    with pytest.raises(TransportError, match="does not answer"):
+    with pytest.raises(MeshTimeoutError, match="not back within"):
         await network.prepare(order())
+
+
+async def test_a_gateway_that_is_just_being_started_again_is_waited_for(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        network = here.network()
+        here.kill()
+        preparing = asyncio.create_task(network.prepare(order()))
+        await asyncio.sleep(0)
+        here.start()
+        assert await preparing == MINE
+        here.kill()
+        opening = asyncio.create_task(network.open(order(), arrivals(MINE, THEIRS), on_lost=here.lost.append))
+        await asyncio.sleep(0)
+        here.start()
+        await opening
+        assert await here.runs() == UP
 
 
 async def test_members_without_an_allowed_path_are_not_started(tmp_path: Path) -> None:
