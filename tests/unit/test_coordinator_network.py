@@ -109,6 +109,16 @@ async def test_a_run_that_is_cancelled_waits_for_no_check(
     assert bench.fleet.orders == []
 
 
+async def test_where_all_machines_are_on_one_host_nothing_is_checked(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.coordinator.start()
+    await bench.submit("a")
+    await bench.start_all()
+    run = await bench.until_state("a", RunState.RUNNING)
+    assert (bench.fleet.looks, run["status"]["epochs"][0]["network"]) == ([], None)
+    await bench.coordinator.stop()
+
+
 class _HeldBack(asyncio.Event):
     def __init__(self) -> None:
         super().__init__()
