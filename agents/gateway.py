@@ -94,6 +94,8 @@ class GatewayProcess:
         self._overlay = tuple(net for net in overlay if ":" not in net or has_ipv6())
         self._redirects = redirects
         self._closed = closed
+        self._has_rules = False
+        """Ours are in force: those of another gateway are not ours to take away."""
         self._machines_overlay: tuple[str, ...] = ()
         self._local: tuple[str, ...] = ()
         self._relay: Relay | None = None
@@ -116,6 +118,7 @@ class GatewayProcess:
             await redirect.apply(
                 self._deployment, overlay=self._overlay, capture_port=capture_port, closed=self._closed
             )
+            self._has_rules = True
         self._control = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
         return {"addresses": self.gateway.addresses, "capture_port": capture_port}
@@ -127,7 +130,7 @@ class GatewayProcess:
         for task in self._clients:
             task.cancel()
         await self.gateway.stop()
-        if self._redirects:
+        if self._has_rules:
             await redirect.remove(self._deployment)
         if self._shim is not None:
             self._shim.close()

@@ -19,10 +19,9 @@ from cryptography import x509
 
 from mesh.errors import AuthenticationError, RemoteProtocolError, SpecError, TransportError
 from mesh.http_transport import HttpTransport, checked_url
-from mesh.net.api_front import API_NAME
 from mesh.net.authority import fingerprint
 from mesh.net.clock import is_skewed, skew_text, wall_clock
-from mesh.net.tls import authority_context, stranger_context
+from mesh.net.tls import API_NAME, authority_context, stranger_context
 from mesh.reasons import Reason
 
 HEAD_ADDRESSES_MAX = 4

@@ -76,6 +76,13 @@ RAY_SETTINGS: Mapping[str, str] = {
     "RAY_ROTATION_BACKUP_COUNT": str(LOG_BACKUPS),
 }
 
+MESH_RAY_SETTINGS: Mapping[str, str] = {
+    # A gateway that is started again takes a second or more, in which every question of Ray's fails at once. Leases
+    # notice a machine that is lost before Ray does.
+    "RAY_health_check_failure_threshold": "12",
+}
+"""Where Ray's connections go through gateways, in addition."""
+
 # One word after `sh -c CODE` is `$0`; whatever Ray appends after it is ignored.
 _STAND_IN_AGENT = ["/bin/sh", "-c", "exec cat > /dev/null", "gangmesh-stand-in"]
 """Ends when the raylet does: its stdin is a pipe that the raylet holds."""

@@ -31,7 +31,7 @@ from typing import Any
 
 from agents import chaos
 from agents.mesh_ports import MeshPorts
-from agents.raylet import LOOPBACK
+from agents.raylet import LOOPBACK, MESH_RAY_SETTINGS
 from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
@@ -198,7 +198,10 @@ class Head:
         ray = RayProcesses(
             folder=self._state.ray,
             sockets=sockets,
-            environment=self._settings.ray_environment,
+            environment={
+                **self._settings.ray_environment,
+                **(MESH_RAY_SETTINGS if mesh is not None else {}),
+            },
             on_lost=self._on_lost,
             address=self._settings.address,
             ports=mesh.ports if mesh is not None else None,

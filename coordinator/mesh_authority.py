@@ -15,7 +15,6 @@ from typing import Any
 
 from mesh.errors import AuthenticationError, DeploymentError
 from mesh.ids import MachineName
-from mesh.net.api_front import API_NAME
 from mesh.net.authority import (
     Authority,
     Rotation,
@@ -26,11 +25,13 @@ from mesh.net.authority import (
 )
 from mesh.net.clock import wall_clock
 from mesh.net.identity import MachineIdentity, MemberIdentity, RelayIdentity
-from mesh.net.tls import Credentials
+from mesh.net.tls import API_NAME, Credentials
 from mesh.reasons import Reason
 
 FOLDER_NAME = "authority"
 FILE_NAME = "authority.json"
+BUNDLE_NAME = "bundle.pem"
+"""No secret: for `$GANGMESH_AUTHORITY` of clients elsewhere."""
 
 
 class MeshAuthority:
@@ -48,7 +49,9 @@ class MeshAuthority:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             rotation = Rotation(signing=new_authority(deployment, now=wall_clock()))
             _write(path, _to_json(deployment, rotation))
-        return cls.open(state_path)
+        made = cls.open(state_path)
+        _write(path.with_name(BUNDLE_NAME), made.bundle_pem().decode())
+        return made
 
     @classmethod
     def open(cls, state_path: Path) -> MeshAuthority:

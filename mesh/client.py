@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from urllib.parse import quote
 
 from mesh.deployment import (
+    AUTHORITY_VARIABLE,
     TOKEN_VARIABLE,
     URL_VARIABLE,
     DeploymentRecord,
@@ -113,6 +114,26 @@ def _token_for(address: str, folder: Path) -> str:
     )
 
 
+def _trust(url: str) -> dict[str, Any]:
+    """How the API behind a mesh port is known: by the deployment's authority, where $GANGMESH_AUTHORITY has it.
+
+    Raises AuthenticationError when that is no authority's certificate.
+    """
+    path = os.environ.get(AUTHORITY_VARIABLE)
+    if not path or not url.startswith("https://"):
+        return {}
+    from mesh.net.tls import API_NAME, authority_context
+
+    try:
+        pem = Path(path).read_bytes()
+    except OSError as error:
+        raise AuthenticationError(
+            f"${AUTHORITY_VARIABLE} names {path}, which cannot be read: {error.strerror}.",
+            hint="Copy authority/bundle.pem from the deployment's state folder.",
+        ) from error
+    return {"tls": authority_context(pem), "tls_name": API_NAME}
+
+
 class MeshClient:
     """One deployment's API. Made by `connect`."""
 
@@ -121,7 +142,7 @@ class MeshClient:
     ) -> None:
         self._record = record
         self._folder = folder
-        self._http = HttpTransport(url=url, token=token, fate=self._fate)
+        self._http = HttpTransport(url=url, token=token, fate=self._fate, **_trust(url))
 
     async def __aenter__(self) -> Self:
         await self._http.open()

@@ -20,6 +20,8 @@ from mesh.reasons import Reason
 STATE_VARIABLE = "GANGMESH_STATE"
 URL_VARIABLE = "GANGMESH_URL"
 TOKEN_VARIABLE = "GANGMESH_TOKEN"
+AUTHORITY_VARIABLE = "GANGMESH_AUTHORITY"
+"""A file: the certificates of a deployment's authority, for its API behind a mesh port (`authority/bundle.pem`)."""
 DB_VARIABLE = "GANGMESH_DB"
 CHECKPOINTS_VARIABLE = "GANGMESH_CHECKPOINTS"
 RECORD_NAME = "deployment.json"

@@ -27,8 +27,6 @@ from mesh.net.sockets import reset
 from mesh.net.streams import Full, Streams
 from mesh.net.tls import Credentials, api_context, refusal_of
 
-API_NAME = "api.gangmesh"
-"""Of the API in TLS: as server name, and in its certificate. Resolved nowhere."""
 STREAMS_MAX = 1024
 STREAMS_PER_SOURCE_MAX = 128
 """Many machines may be behind one address, and each waits for news of its head on one connection."""

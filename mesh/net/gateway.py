@@ -21,7 +21,7 @@ from typing import Any
 from mesh.errors import AuthenticationError
 from mesh.ids import Epoch, MachineName, RunUid
 from mesh.net.accepting import Acceptor
-from mesh.net.api_front import API_NAME, ApiFront, read_hello
+from mesh.net.api_front import ApiFront, read_hello
 from mesh.net.authority import read_certificate
 from mesh.net.client_hello import server_name
 from mesh.net.clock import wall_clock
@@ -43,7 +43,7 @@ from mesh.net.shim import addresses as shim_addresses
 from mesh.net.shim.table import ShimTable
 from mesh.net.sockets import has_ipv6, listen, original_target, prepare, reset
 from mesh.net.streams import Streams
-from mesh.net.tls import Credentials, client_context, server_context
+from mesh.net.tls import API_NAME, Credentials, client_context, server_context
 
 STOP_LIMIT_S = 2.0
 RELAYED = "through the relay"

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from ipaddress import ip_address, ip_network
 
 from mesh.errors import DeploymentError
+from mesh.net import other_gateways
 from mesh.net.overlay import MEMBERS_V4, MEMBERS_V6
 from mesh.net.programs import ProgramFailed, run_program
 from mesh.reasons import Reason
@@ -112,13 +113,14 @@ async def apply(
 ) -> None:
     """Device, routes and rules are in force when it returns; what was there before is gone, addresses too.
 
-    Raises DeploymentError; then nothing of ours is there.
+    Raises DeploymentError; then nothing of ours is there. Where another gateway runs it is left as it is.
     """
     lacking = why_not()
     if lacking is not None:
         raise DeploymentError(
             f"Connections cannot be redirected: {lacking}.", hint=_OTHERWISE, reason=Reason.FORBIDDEN
         )
+    await asyncio.to_thread(other_gateways.clear, overlay)
     try:
         await _make_device(device_name(deployment))
         await _lead_to_device(deployment, overlay)

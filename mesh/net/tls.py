@@ -18,6 +18,8 @@ from mesh.errors import AuthenticationError
 from mesh.net.identity import PeerCertificate, parse_identity
 from mesh.net.refusals import Refusal
 
+API_NAME = "api.gangmesh"
+"""Of the API behind a mesh port, in TLS: as server name, and in its certificate. Resolved nowhere."""
 _NO_TIMES = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, x509_vfy.h
 
 

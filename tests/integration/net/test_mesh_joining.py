@@ -17,15 +17,22 @@ from agents import head_line, mesh_asking
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from coordinator.mesh_machines import HEAD
-from mesh.errors import AuthenticationError, ConflictError, MeshError, SpecError, TransportError
+from mesh.client import connect
+from mesh.errors import (
+    AuthenticationError,
+    ConflictError,
+    MeshError,
+    NotFoundError,
+    SpecError,
+    TransportError,
+)
 from mesh.ids import MachineName
-from mesh.net.api_front import API_NAME
-from mesh.net.authority import new_key_pem, signing_request
+from mesh.net.authority import new_authority, new_key_pem, signing_request
 from mesh.net.gateway import Gateway
 from mesh.net.identity import MachineIdentity
 from mesh.net.refusals import Refusal
 from mesh.net.relay_client import RelayClient, RelayPlace
-from mesh.net.tls import Credentials, stranger_context
+from mesh.net.tls import API_NAME, Credentials, stranger_context
 from mesh.reasons import Reason
 from tests.mesh_head_world import TOKEN, HeadWorld, head_world
 from tests.net_world import DEPLOYMENT, eventually
@@ -530,6 +537,31 @@ async def test_a_request_that_is_none_lets_nobody_in_and_is_no_fault_of_ours(hea
                 await api.call("POST", "/v1/mesh/join", body={**good, **wrong})
             assert raised.value.reason is not Reason.INTERNAL
     assert list(head.desk.places()) == [HEAD]
+
+
+async def test_a_client_elsewhere_knows_the_head_by_its_authority(
+    head: HeadWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle_file = head.state / "authority" / "bundle.pem"
+    monkeypatch.setenv("GANGMESH_AUTHORITY", str(bundle_file))
+    async with connect(url=head.url.url, token=TOKEN) as client:
+        assert await client.list_tokens() == []
+        made = await client.create_token(ttl_s=60)
+        assert [facts["state"] for facts in await client.list_tokens()] == ["Open"]
+        revoked = await client.revoke_token(made["facts"]["id"])
+        assert revoked["state"] == "Revoked"
+        with pytest.raises(NotFoundError):
+            await client.revoke_token("0" * 12)
+    stranger = tmp_path / "stranger.pem"
+    stranger.write_bytes(new_authority(DEPLOYMENT, now=head_line.wall_clock()).certificate_pem)
+    monkeypatch.setenv("GANGMESH_AUTHORITY", str(stranger))
+    async with connect(url=head.url.url, token=TOKEN) as client:
+        with pytest.raises(TransportError, match="certificate"):
+            await client.list_tokens()
+    for wrong in (tmp_path / "none.pem", head.state / "join-tokens.json"):
+        monkeypatch.setenv("GANGMESH_AUTHORITY", str(wrong))
+        with pytest.raises(AuthenticationError):
+            connect(url=head.url.url, token=TOKEN)
 
 
 async def test_a_renewed_certificate_is_of_the_same_machine(head: HeadWorld, tmp_path: Path) -> None:
