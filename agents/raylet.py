@@ -42,6 +42,8 @@ ADDRESS_LABEL = "gangmesh.address"
 GPU_TYPE_LABEL = "gangmesh.gpu-type"
 MEMBER_WORKERS = 2
 """Worker processes that a member takes: its own, and its launcher's."""
+CHECK_WORKERS = 1
+"""And before it, where machines are on hosts of their own: the network check's end."""
 SLOT_RESOURCE = "gangmesh_slot"
 HEAD_RESOURCE = "gangmesh_head"
 

@@ -27,7 +27,15 @@ from ray.util.scheduling_strategies import (
 
 from agents.chaos import HarmOrder
 from agents.node import MemberNode
-from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL, HEAD_RESOURCE, MACHINE_LABEL
+from agents.raylet import (
+    ADDRESS_LABEL,
+    CHECK_WORKERS,
+    GPU_TYPE_LABEL,
+    HEAD_RESOURCE,
+    LOOPBACK,
+    MACHINE_LABEL,
+    MEMBER_WORKERS,
+)
 from agents.sweep import remove_run_here, sweep_here
 from coordinator import ray_check, ray_harm, ray_notes
 from coordinator.core.events import Placement
@@ -358,7 +366,9 @@ def _worker_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[WorkerNode]:
     for node in nodes:
         raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
         if node["Alive"] and MACHINE_LABEL in node.get("Labels", {}):
-            yield WorkerNode(node_id=node["NodeID"], raylet=raylet)
+            is_checked = node["NodeManagerAddress"] != LOOPBACK
+            wanted = MEMBER_WORKERS + (CHECK_WORKERS if is_checked else 0)
+            yield WorkerNode(node_id=node["NodeID"], raylet=raylet, wanted=wanted)
         elif node["Alive"] and HEAD_RESOURCE in node["Resources"]:
             yield WorkerNode(
                 node_id=node["NodeID"], raylet=raylet, wanted=HEAD_SPARES, first_look_s=MAKE_UP_S

@@ -1,12 +1,12 @@
 """When worker processes are started ahead, so that a member's start does not pay for a Python start. Pure.
 
 Theory of operation. A member takes two worker processes of its machine (its own and its launcher's), and they end with
-it; so does the head's, in which Ray restarts a coordinator or a store that died. What is wanted is a state, not an
-answer to each use: on every node so many workers that have not been used for anything. It is looked at: when a node is
-seen for the first time, when a machine is given back, a while after a member has begun, and every LOOK_AGAIN_S, since
-workers are also taken by what nobody tells of here. What is missing is started, once: what was asked for counts as
-there until it could have come up. So a coordinator that was restarted needs to know nothing, and there are never more
-than were wanted when they were counted.
+it; so do the end of a network check before it, and on the head a coordinator or a store that died and is started again.
+What is wanted is a state, not an answer to each use: on every node so many workers that have not been used for
+anything. It is looked at: when a node is seen for the first time, when a machine is given back, a while after a member
+has begun, and every LOOK_AGAIN_S, since workers are also taken by what nobody tells of here. What is missing is
+started, once: what was asked for counts as there until it could have come up. So a coordinator that was restarted needs
+to know nothing, and there are never more than were wanted when they were counted.
 
 When not. A start takes a second of two processors, which the user's command wants for itself when it begins: nothing is
 started within MAKE_UP_S after a member has.
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-
-from agents.raylet import MEMBER_WORKERS
 
 HEAD_SPARES = 1
 MAKE_UP_S = 8.0
@@ -37,7 +35,7 @@ class WorkerNode:
     node_id: str
     raylet: str
     """host:port of its raylet."""
-    wanted: int = MEMBER_WORKERS
+    wanted: int
     """Workers that are to wait there."""
     first_look_s: float = 0.0
     """From when it is seen until it is looked at: its raylet may be starting some by itself."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from agents.raylet import MEMBER_WORKERS
+from agents.raylet import CHECK_WORKERS, MEMBER_WORKERS
 from tests.e2e.real_mesh import INCARNATION, RealMesh, wait_until
 from tests.lab.hosts import Host
 from tests.lab.network import HEAD_NUMBER, HOST_NUMBERS, LabNetwork
@@ -206,8 +206,8 @@ class Lab(RealMesh):
         return next(h for h in self.hosts if h.address == member["address"])
 
     def is_warm(self, host: Host) -> bool:
-        """Whether worker processes wait there for a member and its launcher."""
-        return len(host.processes("ray::IDLE")) >= MEMBER_WORKERS
+        """Whether worker processes wait there for a member and its launcher, and for a network check before them."""
+        return len(host.processes("ray::IDLE")) >= MEMBER_WORKERS + CHECK_WORKERS
 
     @contextlib.contextmanager
     def held_back(self, host: Host) -> Iterator[None]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from agents.raylet import CHECK_WORKERS, MEMBER_WORKERS
 from mesh.net import redirect
+from tests.e2e.real_mesh import wait_until
 from tests.lab.mesh_deployment import API_PORT, MESH_PORT, MeshLab, mesh_lab
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -29,6 +31,9 @@ def test_a_machine_that_only_dials_out_joins_through_one_port_and_runs_what_it_i
     assert name == "cave-1"
     assert machine["labels"] == {"lab": "m0", "provider": "cave"}
     assert machine["address"].startswith("198.19.")
+    wait_until(
+        lambda: len(hidden.processes("ray::IDLE")) >= MEMBER_WORKERS + CHECK_WORKERS, "warm workers there"
+    )
 
     words = "echo at $MASTER_ADDR $NODUS_NODE_IPS; ip -4 -o address"
     ran = lab.cli("run", "--name", "first", "--", "sh", "-c", words)

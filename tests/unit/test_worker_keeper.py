@@ -33,7 +33,7 @@ class PlayedRaylets:
 
 
 def nodes(*raylets: str) -> list[WorkerNode]:
-    return [WorkerNode(node_id=f"node-{raylet}", raylet=raylet) for raylet in raylets]
+    return [WorkerNode(node_id=f"node-{raylet}", raylet=raylet, wanted=2) for raylet in raylets]
 
 
 async def until(condition: Callable[[], bool]) -> None:
