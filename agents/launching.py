@@ -56,6 +56,8 @@ def launch_spec(
     environment = {**cleaned, "PWD": working_dir, **contract}
     if opened.taken.transport in OVERLAY_PATHS:
         environment |= machine_shim.of_command(environment, machine=machine, address=opened.taken.address)
+    elif machine_shim.is_in(machine):
+        environment |= machine_shim.NONE
     return LaunchSpec(
         incarnation=launch.incarnation,
         launcher=plan.launcher,

@@ -33,6 +33,8 @@ from mesh.net.shim.library import (
 from mesh.reasons import Reason
 
 VARIABLES = (CONFIG_VARIABLE, PRELOAD_VARIABLE)
+NONE = {CONFIG_VARIABLE: ""}
+"""For a program that is started by one with the shim, and has to do without it."""
 _CAP_NET_ADMIN = 12  # linux/capability.h
 _PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
 
@@ -93,9 +95,14 @@ def take(place: ShimPlace) -> None:
     os.environ.update(told)
 
 
+def is_in(environment: Mapping[str, str]) -> bool:
+    """Whether a program with this environment has the shim."""
+    return bool(environment.get(CONFIG_VARIABLE))
+
+
 def without(environment: Mapping[str, str]) -> dict[str, str]:
-    """For the gateway, which is the other end."""
-    return {name: value for name, value in environment.items() if name not in VARIABLES}
+    """For the gateway, which is the other end: what it sees of its sockets has to be what the kernel says."""
+    return {name: value for name, value in environment.items() if name not in VARIABLES} | NONE
 
 
 def of_command(environment: Mapping[str, str], *, machine: Mapping[str, str], address: str) -> dict[str, str]:
@@ -106,11 +113,10 @@ def of_command(environment: Mapping[str, str], *, machine: Mapping[str, str], ad
         machine: that of a process of the machine's agent, as Ray's are.
         address: the member's overlay address.
     """
-    told = machine.get(CONFIG_VARIABLE)
     number = number_of(address)
-    if told is None or number is None:
+    if not is_in(machine) or number is None:
         return {}
-    place = read_place(told)
+    place = read_place(machine[CONFIG_VARIABLE])
     own = member_overlay(number)
     others = tuple(other for other in place.addresses if other not in own)
     return shim_environment(environment, replace(place, addresses=(*own, *others)))

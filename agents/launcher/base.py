@@ -247,13 +247,13 @@ class SupervisedCommand:
     def _shim_refusal(self) -> str | None:
         """Why the command cannot have the shim that its environment asks for. Blocking."""
         spec = self._spec
-        if CONFIG_VARIABLE not in spec.env:
+        if not spec.env.get(CONFIG_VARIABLE):
             return None
         why = refusal_of_command(spec.argv, spec.env, spec.working_dir)
         return None if why is None else without_shim(why)
 
     def _watch_shim(self, pid: int) -> None:
-        if CONFIG_VARIABLE in self._spec.env:
+        if self._spec.env.get(CONFIG_VARIABLE):
             watch = ShimWatch(pid=pid, incarnation=str(self._spec.incarnation), library=str(LIBRARY))
             name = f"shim of {self._spec.incarnation}"
             self._watcher = asyncio.create_task(self._look_on(watch), name=name)

@@ -17,7 +17,10 @@ TALK = """
 import os, socket, time
 ranks, port = os.environ["NODUS_NODE_IPS"].split(","), int(os.environ["MASTER_PORT"])
 me = int(os.environ["RANK"])
-print("rank", me, os.environ["NODUS_GANG_TRANSPORT"], "GANGMESH_SHIM" in os.environ, flush=True)
+probe = socket.socket(type=socket.SOCK_DGRAM)
+probe.connect((ranks[1 - me], 9))
+is_shimmed, is_member = "GANGMESH_SHIM" in os.environ, probe.getsockname()[0] == ranks[me]
+print("rank", me, os.environ["NODUS_GANG_TRANSPORT"], is_shimmed, is_member, flush=True)
 if me == 0:
     listener = socket.create_server((ranks[0], port))
     peer, name = listener.accept()
@@ -54,12 +57,14 @@ def test_a_gang_runs_over_a_machine_with_rules_and_one_without_rights(lab: MeshL
     assert "programs here reach the overlay by a library" in lab.agent_says(lab.hosts[0])
     rules = lab.inside(lab.hosts[0], "nft", "list", "ruleset")
     assert subprocess.run(rules, capture_output=True, text=True).stdout == ""
+    gateway = lab.gateway(lab.hosts[0]).environ()
+    assert (gateway["GANGMESH_SHIM"], gateway.get("LD_PRELOAD")) == ("", None), "it is the other end"
     lab.join(lab.hosts[1])
 
     (tmp_path / "talk.py").write_text(TALK)
     ran = lab.cli("run", "--name", "talk", "--nodes", "2", "--", "python", str(tmp_path / "talk.py"))
     ends = {line.partition("rank ")[2] for line in ran.stdout.splitlines() if "rank " in line}
-    assert any("direct True" in end for end in ends), ran.stdout
+    assert any("direct True True" in end for end in ends), ran.stdout
     assert any("direct False" in end for end in ends), ran.stdout
     assert ran.stdout.count("heard pong True") == 1
     assert "heard ping True" in ran.stdout or "heard ping False" in ran.stdout

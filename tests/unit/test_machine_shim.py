@@ -83,7 +83,9 @@ def test_where_no_shim_is_needed_a_command_gets_none() -> None:
     assert machine_shim.of_command({}, machine={}, address=member_overlay(7)[0]) == {}
     machine = shim_environment({}, PLACE)
     assert machine_shim.of_command({}, machine=machine, address="10.0.0.1") == {}
-    assert machine_shim.without({**machine, "PATH": "/bin"}) == {"PATH": "/bin"}
+    assert not machine_shim.is_in(machine_shim.NONE)
+    assert machine_shim.is_in(machine)
+    assert machine_shim.without({**machine, "PATH": "/bin"}) == {"PATH": "/bin", "GANGMESH_SHIM": ""}
 
 
 def test_a_place_is_read_as_it_was_written() -> None:

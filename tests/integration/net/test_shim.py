@@ -187,6 +187,23 @@ async def test_whoever_starts_programs_cannot_lose_the_shim(mesh: ShimWorld, fre
     assert said.split() == [f"{LIBRARY}:libm.so.6:libresolv.so.2", str(LIBRARY)]
 
 
+async def test_a_program_that_is_given_another_place_or_none_keeps_that(mesh: ShimWorld) -> None:
+    """As a member's command is, by a supervisor that is in the machine's place itself."""
+    text = """
+import os, subprocess
+show = "import socket; s = socket.socket(type=2); s.connect(('198.18.0.9', 9)); print(s.getsockname()[0])"
+own = os.environ["GANGMESH_SHIM"]
+def told(place):
+    env = {"LD_PRELOAD": os.environ["LD_PRELOAD"], "GANGMESH_SHIM": place}
+    return subprocess.run([sys.executable, "-c", show], env=env, capture_output=True, text=True).stdout.strip()
+print(json.dumps([told(own), told(own.replace("198.18.0.1,", "198.19.0.7,"))]))
+env = {"GANGMESH_SHIM": ""}
+show = "import os; print(os.environ.get('LD_PRELOAD'), os.environ['GANGMESH_SHIM'] == '')"
+print(json.dumps(subprocess.run([sys.executable, "-c", show], env=env, capture_output=True, text=True).stdout.strip()))
+"""
+    assert await told(mesh, "a", text) == [["198.18.0.1", "198.19.0.7"], "None True"]
+
+
 async def test_curl_fetches(mesh: ShimWorld, free_port: int, tmp_path: Path) -> None:
     (tmp_path / "page").write_text("of the other machine")
     serve = ("-m", "http.server", "--bind", addresses_of(1)[1], "--directory", str(tmp_path), str(free_port))
@@ -327,7 +344,7 @@ def test_a_program_that_is_told_nonsense_runs_and_reaches_no_member(tmp_path: Pa
     dial = f"import socket; print({both})"
     program = ["/usr/bin/env", "-u", "NOTHING", sys.executable, "-c", dial]
     nonsense = [
-        *("", ";", ";;;", "1", "1;gm0", "1;gm0;198.18.0.1", f"2;gm0;198.18.0.1;{good}", f"1;gm0;;{good}"),
+        *(";", ";;;", "1", "1;gm0", "1;gm0;198.18.0.1", f"2;gm0;198.18.0.1;{good}", f"1;gm0;;{good}"),
         *(f"1;gm0;nonsense;{good}", f"1;gm0;198.18.0.1:{good}", f"1;{'g' * 16};198.18.0.1;{good}"),
         *(f"1;gm0;{','.join(['198.18.0.1'] * 9)};{good}", f"1;gm0;{'1' * 4000};{good}", "1;" * 3000),
         *(f"1;gm0;198.18.0.1;{tmp_path / name}" for name in ("short", "other", "missing", ".")),

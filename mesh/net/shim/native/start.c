@@ -1,4 +1,7 @@
-/* Programs that are started keep the shim, whatever environment they are given. */
+/* Programs that are started keep the shim: an environment that has lost its word gets ours again.
+ *
+ * One that has a word of its own keeps it: it is another place on the machine (a member's, say, from a process of the
+ * machine's own), or, when it is empty, none at all. */
 #include "shim.h"
 
 #include <stdarg.h>
@@ -22,7 +25,7 @@ static bool names(const char *entry, const char *variable) {
 struct change {
   size_t count, preload, config;
   size_t text; /* bytes of the new LD_PRELOAD entry; 0 when the old one has us */
-  bool is_none;
+  bool is_told, is_none;
 };
 
 static struct change look_at(char *const list[]) {
@@ -36,8 +39,10 @@ static struct change look_at(char *const list[]) {
   bool is_loaded = has_preload && strstr(list[change.preload], shim.library_path) != NULL;
   if (!is_loaded)
     change.text = sizeof PRELOAD_NAME + strlen(shim.library_path) + 2 + (has_preload ? strlen(list[change.preload]) : 0);
-  bool is_told = change.config < change.count && strcmp(list[change.config], shim.config_entry) == 0;
-  change.is_none = shim.config_entry[0] == '\0' || (is_loaded && is_told) || change.count > ENTRIES_MAX;
+  change.is_told = change.config < change.count;
+  bool is_left_out = change.is_told && list[change.config][sizeof CONFIG_NAME] == '\0';
+  bool is_kept = is_loaded && change.is_told;
+  change.is_none = shim.config_entry[0] == '\0' || is_left_out || is_kept || change.count > ENTRIES_MAX;
   return change;
 }
 
@@ -55,7 +60,7 @@ static void make_list(const struct change *change, char *const list[], char **ma
     }
     made[has_preload ? change->preload : count++] = text;
   }
-  made[change->config < change->count ? change->config : count++] = shim.config_entry;
+  if (!change->is_told) made[count++] = shim.config_entry;
   made[count] = NULL;
 }
 

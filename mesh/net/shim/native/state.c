@@ -88,6 +88,6 @@ __attribute__((constructor)) void begin(void) {
   if (dladdr((void *)begin, &found) != 0 && strlen(found.dli_fname) < sizeof shim.library_path)
     strcpy(shim.library_path, found.dli_fname);
   const char *text = getenv(CONFIG_NAME);
-  if (text != NULL && gangmesh_shim_take(text) != 0)
+  if (text != NULL && *text != '\0' && gangmesh_shim_take(text) != 0)
     say("what " CONFIG_NAME " says cannot be used: overlay addresses are unreachable");
 }
