@@ -360,8 +360,13 @@ def main() -> int:
     raise_descriptor_limit()
     try:
         uvloop.run(serve(options))
-    except (MeshError, OSError) as error:
+    except MeshError as error:
         print(f"gateway: {error}", file=sys.stderr)  # noqa: T201 - why it did not start
+        return 1
+    except OSError as error:
+        where = ", ".join(options.listen)
+        said = f"The mesh port {where} cannot be had: {error.strerror or error}. Another one: --listen ADDRESS:PORT."
+        print(f"gateway: {said}", file=sys.stderr)  # noqa: T201 - why it did not start
         return 1
     return 0
 

@@ -58,8 +58,8 @@ FOLLOW_LIMIT_S = 40.0
 """The head answers within 20 s when there is nothing new."""
 SAID_EVERY = 30
 """Of tries in vain, 10 s apart, so many are one line in the log."""
-RENEW_EVERY_S = 10 * 86400.0
-"""A third of a certificate's life."""
+RENEW_EVERY_S = 12 * 3600.0
+"""A quarter of a certificate's life."""
 LEAVING_NAME = "leaving"
 """In the agent's folder, when it ends because the machine leaves for good."""
 

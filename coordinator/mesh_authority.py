@@ -28,6 +28,9 @@ from mesh.net.identity import MachineIdentity, MemberIdentity, RelayIdentity
 from mesh.net.tls import API_NAME, Credentials
 from mesh.reasons import Reason
 
+MACHINE_CERTIFICATE_S = 2 * 86400.0
+"""A machine asks for the next one every twelve hours. Whoever is gone is remembered as long: so the list of those, which
+every machine hears, stays short."""
 FOLDER_NAME = "authority"
 FILE_NAME = "authority.json"
 BUNDLE_NAME = "bundle.pem"
@@ -77,7 +80,7 @@ class MeshAuthority:
         """A machine's certificate (PEM). Raises AuthenticationError for what is no request."""
         rotation, deployment = self._current()
         identity = MachineIdentity(deployment=deployment, machine=machine)
-        return rotation.signing.sign(request_pem, identity, now=wall_clock())
+        return rotation.signing.sign(request_pem, identity, now=wall_clock(), ttl_s=MACHINE_CERTIFICATE_S)
 
     def sign_relay(self, request_pem: bytes, relay: MachineName) -> bytes:
         """A relay's certificate (PEM). Raises AuthenticationError for what is no request or no name."""

@@ -57,7 +57,7 @@ RELAY_STREAMS_PER_MACHINE_MAX = 1024
 JOIN_LIMIT_S = 90.0
 """From being told its name until a machine is known to Ray."""
 LOOK_S = 2.0
-RENEW_EVERY_S = 24 * 3600.0
+RENEW_EVERY_S = 12 * 3600.0
 LAST_REPORT_LIMIT_S = 3.0
 GATEWAY_FOLDER = "g"
 

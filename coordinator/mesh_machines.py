@@ -23,7 +23,6 @@ from typing import Any
 
 from mesh.errors import AuthenticationError, ConflictError, SpecError
 from mesh.ids import MachineName
-from mesh.net.authority import MACHINE_TTL_S
 from mesh.net.clock import SKEW_MAX_S
 from mesh.net.overlay import NUMBER_MAX
 from mesh.net.tokens import hash_secret
@@ -32,7 +31,7 @@ from mesh.reasons import Reason
 HEAD = MachineName("head")
 MACHINES_MAX = 4096
 """That are there at the same time."""
-GONE_MAX = 50_000
+GONE_MAX = 20_000
 DEFAULT_HINT = "machine"
 _HINT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 
@@ -64,6 +63,8 @@ class MeshMachines:
     """By name, also those that are gone."""
     last_number: int = 0
     version: int = 0
+    certificate_s: float = 2 * 86400.0
+    """How long a machine's certificate is good at most: see `mesh_authority`."""
 
     # ---- coming and going -------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class MeshMachines:
 
     def _forget(self, now: float) -> None:
         """Those whose certificates cannot be valid any more; and the oldest where too many are gone."""
-        old = now - MACHINE_TTL_S - 2 * SKEW_MAX_S
+        old = now - self.certificate_s - 2 * SKEW_MAX_S
         gone = [machine for machine in self.machines.values() if machine.gone_at is not None]
         over = max(0, len(gone) - GONE_MAX)
         for place, machine in enumerate(gone):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from coordinator import mesh_machines
+from coordinator.mesh_authority import MACHINE_CERTIFICATE_S
 from coordinator.mesh_machines import MeshMachines, checked_hint
 from mesh.errors import AuthenticationError, ConflictError, SpecError
 from mesh.ids import MachineName
-from mesh.net.authority import MACHINE_TTL_S
 from mesh.reasons import Reason
 
 NOW = 1_800_000_000.0
@@ -135,14 +135,14 @@ def test_it_is_bounded_and_forgets_whom_nobody_could_believe(monkeypatch: pytest
     with pytest.raises(ConflictError, match="takes no more"):
         made.enter(C, "c", now=NOW)
     made.leave(A, now=NOW)
-    made.enter(C, "c", now=NOW + MACHINE_TTL_S)
+    made.enter(C, "c", now=NOW + MACHINE_CERTIFICATE_S)
     assert A in made.machines  # its certificate could be valid by a clock that is behind
-    made.leave(B, now=NOW + MACHINE_TTL_S)
-    made.enter(D, "d", now=NOW + MACHINE_TTL_S + 1000)
+    made.leave(B, now=NOW + MACHINE_CERTIFICATE_S)
+    made.enter(D, "d", now=NOW + MACHINE_CERTIFICATE_S + 1000)
     assert A not in made.machines
     monkeypatch.setattr(mesh_machines, "GONE_MAX", 0)
-    made.leave(C, now=NOW + MACHINE_TTL_S + 1000)
-    made.enter(A, "a", now=NOW + MACHINE_TTL_S + 1000)
+    made.leave(C, now=NOW + MACHINE_CERTIFICATE_S + 1000)
+    made.enter(A, "a", now=NOW + MACHINE_CERTIFICATE_S + 1000)
     assert set(made.machines) == {D, A}
 
 
@@ -163,3 +163,7 @@ def test_what_a_name_cannot_begin_with(hint: Any) -> None:
 
 def test_a_hint_is_what_the_name_begins_with() -> None:
     assert [checked_hint(h) for h in (None, "", "gpu-box", "a")] == ["machine", "machine", "gpu-box", "a"]
+
+
+def test_who_is_gone_is_remembered_as_long_as_its_certificate_is_good() -> None:
+    assert MeshMachines().certificate_s >= MACHINE_CERTIFICATE_S

@@ -94,7 +94,7 @@ async def test_a_port_that_is_taken_is_said_to_be_so(keeper: GatewayKeeper, tmp_
     plan = replace(
         keeper.plan, folder=tmp_path / "h", listen=(f"127.0.0.1:{port}",), log=tmp_path / "other.log"
     )
-    with pytest.raises(DeploymentError, match="in use"):
+    with pytest.raises(DeploymentError, match=f"127.0.0.1:{port} cannot be had: Address already in use"):
         await GatewayKeeper(plan).start()
 
 
