@@ -26,15 +26,16 @@ if me == 0:
     peer, name = listener.accept()
     print("heard", peer.recv(100).decode(), name[0] == ranks[1])
     peer.sendall(b"pong")
+    peer.recv(1)
 else:
     for _ in range(300):
         try:
             peer = socket.create_connection((ranks[0], port), timeout=10)
+            peer.sendall(b"ping")
+            print("heard", peer.recv(100).decode(), peer.getsockname()[0] == ranks[1])
             break
-        except OSError:
+        except ConnectionError:  # nobody listens yet: a captured connection is made, and reset then
             time.sleep(0.1)
-    peer.sendall(b"ping")
-    print("heard", peer.recv(100).decode(), peer.getsockname()[0] == ranks[1])
 """
 STATIC = """
 #include <unistd.h>
