@@ -83,12 +83,37 @@ def host_of(lab: MeshLab, run: dict[str, Any], rank: int) -> Host:
     return host
 
 
+def ready(lab: MeshLab) -> list[str]:
+    return [name for name, machine in lab.machines().items() if machine["state"] == "Ready"]
+
+
 def refused_in(lab: MeshLab, host: Host) -> dict[str, int]:
     """What others asked of the host's gateway in vain, by reason."""
     argv = lab.gateway(host).cmdline()
     folder = Path(argv[argv.index("--folder") + 1])
     counters: Any = asyncio.run(ask(folder / "gateway.sock", Counters()))
     return dict(counters["refused_in"])
+
+
+@pytest.mark.soak
+def test_a_gateway_that_is_killed_in_the_middle_costs_an_epoch_and_is_back_by_itself(lab: MeshLab) -> None:
+    """Leases go through it as well: one that takes longer than a lease to be back costs the rank its machine."""
+    done = lab.work / "done with the gateway"
+    name = lab.submit("--nodes", "2", "--", sys.executable, "-c", TALK, str(done))
+    try:
+        lab.wait_for_print(name, "connected 1 direct", 0, 1)
+        broken = host_of(lab, lab.run(name), 1)
+        killed = lab.gateway(broken)
+        killed.kill()
+        lab.wait_for_print(name, "connected 2 direct", 0, 1)
+        [story] = [epoch for epoch in lab.run(name)["status"]["epochs"] if epoch["epoch"] == 1]
+        assert story["chargedTo"] == "Loss", story
+        assert story["cause"]["rank"] == 1, story
+        assert lab.gateway(broken) != killed
+    finally:
+        done.touch()
+    assert lab.ended(name)["status"]["state"] == "Succeeded"
+    wait_until(lambda: len(ready(lab)) == len(lab.hosts), "every machine to be there again")
 
 
 def test_a_machine_is_lost_the_next_epoch_runs_and_the_ghost_is_refused(lab: MeshLab) -> None:
