@@ -133,7 +133,7 @@ class MeshNetwork:
                 _log.warning("the gateway was not told that epoch %d is over: %r", epoch, error)
         if self._has_firewall:
             self._has_firewall = False
-            await asyncio.to_thread(firewall.admit_all, uid)
+            await asyncio.to_thread(firewall.admit_all, self._deployment, order.incarnation)
 
     # ---- before the barrier ---------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class MeshNetwork:
         self._has_firewall = True
         try:
             lacks = await asyncio.to_thread(
-                firewall.admit_only, self._deployment, order.incarnation.run_uid, path.addresses
+                firewall.admit_only, self._deployment, order.incarnation, path.addresses
             )
         except DeploymentError as error:
             return open_path(order, path, lacks=error.message)

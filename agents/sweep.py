@@ -48,7 +48,7 @@ def sweep_here(machines_dir: str, machine: str, uid: RunUid, limit_s: float) -> 
     """`sweep_run` as Ray runs it on the machine, and whatever the run has left in its firewall."""
     remains = sweep_run(uid, machine_dir=machine_folder(machines_dir, machine), limit_s=limit_s)
     if GATEWAY_VARIABLE in os.environ:
-        firewall.admit_all(uid)
+        firewall.sweep_run(uid)
     return remains
 
 

@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. One nftables table for each run and machine, written as one transaction: an epoch's members replace those of the one
-   before, and there is no moment without rules, or with half of them.
+   before, and there is no moment without rules, or with half of them. Its name says whose life it is, so that one that
+   ends late takes away its own and not its successor's.
 2. Only what would open something new towards this machine is looked at, only on ports from MEMBER_PORT_MIN on, and only
    when nobody listened on that port before the gang came: ssh, the mesh port and the owner's services stay as they
    are. What the machine itself opens is never touched, nor its answers.
@@ -22,7 +23,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from mesh.errors import DeploymentError
-from mesh.ids import RunUid
+from mesh.ids import Incarnation, RunUid
 from mesh.net.gate import MEMBER_PORT_MIN
 from mesh.net.programs import ProgramFailed, run_program
 from mesh.net.redirect import table_name
@@ -31,18 +32,19 @@ from mesh.reasons import Reason
 BEFORE_OTHERS = -5
 """The hook's priority: what is dropped here, no later table gets to see."""
 _LISTENING = "0A"
-_TABLE = re.compile(r"^table inet (gangmesh_[0-9a-f]{12}_([0-9a-f]{16}))$", re.MULTILINE)
+_TABLE = re.compile(r"^table inet (gangmesh_[0-9a-f]{12}_([0-9a-f]{16})_[0-9a-f]{16})$", re.MULTILINE)
 
 
-def run_table(deployment: str, run: RunUid) -> str:
-    """The table of a run on a machine."""
-    return f"{table_name(deployment)}_{run}"
+def life_table(deployment: str, life: Incarnation) -> str:
+    """The table of one life of a run on a machine."""
+    return f"{table_name(deployment)}_{life.run_uid}_{life.token}"
 
 
 def rules(
     table: str,
     *,
     members: Iterable[str],
+    instead_of: Iterable[str] = (),
     open_tcp: Collection[int] = (),
     open_udp: Collection[int] = (),
     has_tracking: bool = True,
@@ -51,6 +53,7 @@ def rules(
 
     Args:
         members: addresses of the epoch's members on this path.
+        instead_of: tables of the run's earlier lives, which go in the same moment.
         open_tcp, open_udp: ports of the machine's own, which stay open to everybody.
         has_tracking: the kernel tracks connections; without it datagrams are let alone.
     """
@@ -64,9 +67,8 @@ def rules(
         _set("open_udp", "inet_service", sorted(open_udp)),
     ]
     datagrams = "ct state != new return" if has_tracking else "return"
-    return f"""table inet {table} {{}}
-delete table inet {table}
-table inet {table} {{
+    before = "".join(removal(name) for name in dict.fromkeys((table, *instead_of)))
+    return f"""{before}table inet {table} {{
 {"".join(sets)}  chain arriving {{
     type filter hook input priority {BEFORE_OTHERS}; policy accept;
     iifname "lo" return
@@ -113,19 +115,33 @@ def _set(name: str, kind: str, elements: Iterable[object]) -> str:
 # ---- on the machine -----------------------------------------------------------------------------------
 
 
-def admit_only(deployment: str, run: RunUid, members: Iterable[str]) -> str:
+def admit_only(deployment: str, life: Incarnation, members: Iterable[str]) -> str:
     """In force when it returns; what there was for the run before is replaced. Returns what it does not cover, or "".
 
     Raises DeploymentError when this machine's firewall cannot be set: then nothing has changed.
     """
-    table, own = run_table(deployment, run), ports_in_use()
+    members = list(members)
+    tcp, udp = ports_in_use()
+
+    def apply(*, has_tracking: bool) -> None:
+        there = tables_in(run_program("nft", "list", "tables"))
+        text = rules(
+            life_table(deployment, life),
+            members=members,
+            instead_of=[table for table, owner in there.items() if owner == life.run_uid],
+            open_tcp=tcp,
+            open_udp=udp,
+            has_tracking=has_tracking,
+        )
+        run_program("nft", "-f", "-", given=text)
+
     try:
         try:
-            run_program("nft", "-f", "-", given=_text(table, members, own, has_tracking=True))
+            apply(has_tracking=True)
         except ProgramFailed as error:
             if "No such file" not in str(error):  # what nft says of an expression that the kernel has not
                 raise
-            run_program("nft", "-f", "-", given=_text(table, members, own, has_tracking=False))
+            apply(has_tracking=False)
             return "datagrams are not covered: the kernel tracks no connections"
     except ProgramFailed as error:
         lacking = "" if shutil.which("nft") else " It is in Debian's package nftables."
@@ -135,13 +151,6 @@ def admit_only(deployment: str, run: RunUid, members: Iterable[str]) -> str:
             reason=Reason.FORBIDDEN,
         ) from error
     return ""
-
-
-def _text(
-    table: str, members: Iterable[str], own: tuple[frozenset[int], frozenset[int]], *, has_tracking: bool
-) -> str:
-    tcp, udp = own
-    return rules(table, members=members, open_tcp=tcp, open_udp=udp, has_tracking=has_tracking)
 
 
 def ports_in_use() -> tuple[frozenset[int], frozenset[int]]:
@@ -162,8 +171,14 @@ def _read(path: Path) -> str:
         return ""
 
 
-def admit_all(run: RunUid) -> None:
-    """Takes away what there is for the run, of whatever deployment. No table, no rights or no `nft` is no error."""
+def admit_all(deployment: str, life: Incarnation) -> None:
+    """Takes away what this life has set; what a later one has set stays. No table, rights or `nft` is no error."""
+    own = life_table(deployment, life)
+    _remove(lambda table, owner: table == own)
+
+
+def sweep_run(run: RunUid) -> None:
+    """Takes away what there is for the run, of whatever deployment and life."""
     _remove(lambda table, owner: owner == run)
 
 

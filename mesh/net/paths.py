@@ -60,6 +60,16 @@ class NetworkFacts:
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> NetworkFacts:
         """Raises KeyError, TypeError, ValueError."""
+        for name in cls.__slots__:
+            kinds = (
+                bool
+                if name.startswith("is_")
+                else str
+                if name in ("machine", "address")
+                else (str, type(None))
+            )
+            if not isinstance(payload[name], kinds):
+                raise TypeError(f"{name} is {payload[name]!r:.80}")
         facts = cls(**{name: payload[name] for name in cls.__slots__})
         for address in (facts.address, facts.private_address, facts.public_address):
             if address is not None:

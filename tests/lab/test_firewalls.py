@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mesh.ids import RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
 from mesh.net import firewall, redirect
 from tests.lab.network import LabNetwork, call
 
@@ -56,8 +56,15 @@ for port in map(int, sys.argv[3:]):
 """
 ADMIT = """
 import sys
+from mesh.ids import Incarnation
 from mesh.net import firewall
-print(firewall.admit_only(sys.argv[1], sys.argv[2], sys.argv[3:]))
+print(firewall.admit_only(sys.argv[1], Incarnation.parse(sys.argv[2]), sys.argv[3:]))
+"""
+END = """
+import sys
+from mesh.ids import Incarnation
+from mesh.net import firewall
+firewall.admit_all(sys.argv[1], Incarnation.parse(sys.argv[2]))
 """
 HOLD = """
 import socket, sys
@@ -67,6 +74,10 @@ sys.stdin.readline()
 sock.sendall(b"still")
 print(sock.recv(100).decode(), flush=True)
 """
+
+
+def life(epoch: int) -> Incarnation:
+    return Incarnation(run_uid=RUN, epoch=Epoch(epoch), rank=Rank(0), token=IncarnationToken(f"{epoch:016x}"))
 
 
 @dataclass
@@ -99,10 +110,13 @@ class Three:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
         return [int(line) for line in done.stdout.split() if line != "-"]
 
-    def admit(self, host: str, *members: str) -> None:
-        argv = self.inside(host, sys.executable, "-c", ADMIT, DEPLOYMENT, RUN, *members)
+    def admit(self, host: str, *members: str, epoch: int = 1) -> None:
+        argv = self.inside(host, sys.executable, "-c", ADMIT, DEPLOYMENT, str(life(epoch)), *members)
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
         assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+    def end(self, host: str, *, epoch: int) -> None:
+        call(*self.inside(host, sys.executable, "-c", END, DEPLOYMENT, str(life(epoch))))
 
     def close(self) -> None:
         for process in self.processes:
@@ -150,31 +164,32 @@ def test_the_next_epoch_admits_its_own_members_and_the_last_ones_are_strangers(t
     ghost = three.begin("m1", HOLD, m0, str(RENDEZVOUS), ready="open")
     three.processes[0].kill()  # what ran here in epoch 1 is dead before epoch 2 opens
     three.processes[0].wait()
-    three.admit("m0", m0, m2)
+    three.admit("m0", m0, m2, epoch=2)
     three.listen("m0", RENDEZVOUS)
     out, _ = ghost.communicate("go on\n", timeout=LIMIT_S)
     assert out.strip() == "", "a connection of epoch 1 reached somebody of epoch 2"
     assert three.reached("m1", m0, RENDEZVOUS) == []
     assert three.reached("m2", m0, RENDEZVOUS) == [RENDEZVOUS]
     listing = call(*three.inside("m0", "nft", "list", "tables"))
-    assert firewall.tables_in(listing) == {firewall.run_table(DEPLOYMENT, RUN): RUN}
+    assert firewall.tables_in(listing) == {firewall.life_table(DEPLOYMENT, life(2)): RUN}
+    three.end("m0", epoch=1)  # late
+    assert three.reached("m1", m0, RENDEZVOUS) == []
+    three.end("m0", epoch=2)
+    assert three.reached("m1", m0, RENDEZVOUS) == [RENDEZVOUS]
 
 
-def test_nothing_is_left_after_the_run_nor_after_a_crash(three: Three) -> None:
-    call(*three.inside("m0", "nft", "-f", "-"), stdin=f"table inet gangmesh_fedcba987654_{RUN} {{}}\n")
-    call(*three.inside("m0", "nft", "-f", "-"), stdin="table inet owners {}\n")
-    three.admit("m0", three.address("m0"))
-    sweep = f"from mesh.net import firewall; firewall.sweep({DEPLOYMENT!r})"
-    call(*three.inside("m0", sys.executable, "-c", sweep))
-    left = call(*three.inside("m0", "nft", "list", "tables")).split("\n")
-    assert sorted(left)[1:] == [f"table inet gangmesh_fedcba987654_{RUN}", "table inet owners"], "of others"
-    three.admit("m0", three.address("m0"))
-    call(
-        *three.inside(
-            "m0", sys.executable, "-c", f"from mesh.net import firewall; firewall.admit_all({RUN!r})"
-        )
-    )
-    assert call(*three.inside("m0", "nft", "list", "tables")).split("\n") == ["table inet owners", ""]
+def test_nothing_is_left_after_a_crash(three: Three) -> None:
+    others = f"table inet gangmesh_fedcba987654_{'c' * 16}_{'d' * 16}"
+    call(*three.inside("m0", "nft", "-f", "-"), stdin=f"{others} {{}}\ntable inet owners {{}}\n")
+    for swept in (f"sweep({DEPLOYMENT!r})", f"sweep_run({RUN!r})"):
+        three.admit("m0", three.address("m0"))
+        assert len(tables(three)) == 3
+        call(*three.inside("m0", sys.executable, "-c", f"from mesh.net import firewall; firewall.{swept}"))
+        assert tables(three) == [others, "table inet owners"]
+
+
+def tables(three: Three) -> list[str]:
+    return sorted(call(*three.inside("m0", "nft", "list", "tables")).splitlines())
 
 
 def test_by_ipv6_too(three: Three) -> None:

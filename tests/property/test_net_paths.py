@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +69,28 @@ def test_all_members_come_to_the_same_answer(
     assert type(turned) is type(here)
     if isinstance(here, Path) and isinstance(turned, Path):
         assert (turned.transport, turned.addresses[::-1]) == (here.transport, here.addresses)
+
+
+GOOD = NetworkFacts(machine=MachineName("m1"), address="198.19.0.1").to_payload()
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(GOOD)), anything)
+def test_what_another_member_brings_is_facts_or_refused(field: str, value: object) -> None:
+    """By an error that the barrier takes for a peer's: KeyError, TypeError or ValueError."""
+    try:
+        facts = NetworkFacts.from_payload({**GOOD, field: value})
+    except (TypeError, ValueError):
+        return
+    assert facts.to_payload() == {**GOOD, field: value}
+    choose_path([facts, facts], policy=TransportPolicy.AUTO, scope=NetworkScope.GLOBAL)
+
+
+@given(anything)
+def test_what_is_no_map_is_refused(payload: object) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        NetworkFacts.from_payload(payload)  # type: ignore[arg-type]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mesh.errors import DeploymentError
-from mesh.ids import RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
 from mesh.net import firewall
 from mesh.net.programs import ProgramFailed
 
 RUN = RunUid("0123456789abcdef")
-TABLE = firewall.run_table("test", RUN)
+LIFE = Incarnation(run_uid=RUN, epoch=Epoch(3), rank=Rank(0), token=IncarnationToken("ab" * 8))
+TABLE = firewall.life_table("test", LIFE)
 
 
 def test_members_and_the_machines_own_ports_are_all_that_new_connections_may_be_of() -> None:
@@ -23,6 +24,12 @@ def test_members_and_the_machines_own_ports_are_all_that_new_connections_may_be_
     assert "set open_udp { type inet_service; }" in lines
     assert lines.index("ip saddr @members4 return") < lines.index("counter drop")
     assert "meta l4proto udp ct state != new return" in lines
+
+
+def test_the_tables_of_earlier_lives_go_in_the_same_moment() -> None:
+    text = firewall.rules(TABLE, members=[], instead_of=["gangmesh_a", TABLE])
+    assert text.count(f"delete table inet {TABLE}\n") == 1
+    assert text.index("delete table inet gangmesh_a\n") < text.index(f"table inet {TABLE} {{\n")
 
 
 def test_without_connection_tracking_datagrams_are_let_alone() -> None:
@@ -63,13 +70,15 @@ def test_a_kernel_that_tracks_nothing_gets_the_other_rules_and_that_is_said(
     given: list[str] = []
 
     def nft(*command: str, given_to: list[str] = given, **words: str) -> str:
+        if not words:
+            return ""
         given_to.append(words["given"])
         if "ct state" in words["given"]:
             raise ProgramFailed("nft -f -: Error: Could not process rule: No such file or directory")
         return ""
 
     monkeypatch.setattr(firewall, "run_program", nft)
-    assert "datagrams are not covered" in firewall.admit_only("test", RUN, ["10.0.0.2"])
+    assert "datagrams are not covered" in firewall.admit_only("test", LIFE, ["10.0.0.2"])
     assert ["ct state" in text for text in given] == [True, False]
 
 
@@ -79,6 +88,6 @@ def test_without_the_right_to_it_the_reason_is_told(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(firewall, "run_program", nft)
     with pytest.raises(DeploymentError, match=r"cannot be set: .*Operation not permitted") as caught:
-        firewall.admit_only("test", RUN, ["10.0.0.2"])
+        firewall.admit_only("test", LIFE, ["10.0.0.2"])
     assert "CAP_NET_ADMIN" in caught.value.hint
-    firewall.admit_all(RUN)  # and what was never made is taken away without a word
+    firewall.admit_all("test", LIFE)  # and what was never made is taken away without a word

@@ -336,9 +336,9 @@ async def test_on_the_private_path_the_firewall_is_set_and_an_address_of_no_inte
     done: list[object] = []
     monkeypatch.setattr(firewall, "sweep", lambda deployment: done.append("swept"))
     monkeypatch.setattr(
-        firewall, "admit_only", lambda deployment, run, members: done.append(tuple(members)) or ""
+        firewall, "admit_only", lambda deployment, life, members: done.append(tuple(members)) or ""
     )
-    monkeypatch.setattr(firewall, "admit_all", lambda run: done.append("open"))
+    monkeypatch.setattr(firewall, "admit_all", lambda deployment, life: done.append("open"))
     facts = replace(MINE, private_network="rack", private_address="127.0.0.1", public_address="203.0.113.77")
     async with stage(tmp_path) as here:
         network = here.network(facts)
