@@ -29,8 +29,8 @@ from mesh.net.tls import API_NAME, Credentials
 from mesh.reasons import Reason
 
 MACHINE_CERTIFICATE_S = 2 * 86400.0
-"""A machine asks for the next one every twelve hours. Whoever is gone is remembered as long: so the list of those, which
-every machine hears, stays short."""
+"""A machine asks for the next one every twelve hours. Whoever is gone is remembered as long: so the list of those,
+which every machine hears, stays short."""
 FOLDER_NAME = "authority"
 FILE_NAME = "authority.json"
 BUNDLE_NAME = "bundle.pem"
