@@ -118,7 +118,8 @@ def test_the_command_line_s_page_names_every_command_and_every_option() -> None:
 
 def every_variable() -> set[str]:
     names = {ERROR_FILE_VARIABLE}  # the launchers' own
-    for launcher, nodes in product((LauncherKind.PLAIN, LauncherKind.TORCHRUN), (1, 2)):
+    launchers = (LauncherKind.PLAIN, LauncherKind.TORCHRUN)
+    for launcher, nodes, transport in product(launchers, (1, 2), Transport):
         names |= rank_environment(
             plan=RunPlan(name=RunName("r"), command=("x",), launcher=launcher, nodes=nodes),
             incarnation=Incarnation(
@@ -126,7 +127,7 @@ def every_variable() -> set[str]:
             ),
             addresses=["127.0.0.2", "127.0.0.3"][:nodes],
             master_port=29500,
-            transport=Transport.PRIVATE,
+            transport=transport,
             state_dir="/s",
             interface="lo",
             restore_uri="file:///c",
