@@ -70,6 +70,19 @@ class HeadUrl:
         return tuple(addresses)[:HEAD_ADDRESSES_MAX]
 
 
+async def own_addresses(head: HeadUrl, *, listen: str) -> list[str]:
+    """As which this host reaches its head, or what it listens on when that is one address. Raises TransportError."""
+    if listen not in ("0.0.0.0", "::"):
+        return [listen]
+    found = []
+    for address, port in await head.resolve():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # asks the kernel for the route; sends nothing
+            found.append(str(probe.getsockname()[0]))
+    return found[:2]
+
+
 async def ask_trust(head: HeadUrl, wanted: str) -> bytes:
     """The authority (PEM) whose certificate has this fingerprint, as the head shows it.
 

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +24,11 @@ from agents import machine_shim
 from agents.gateway_keeper import GatewayKeeper, GatewayPlan
 from agents.gateway_wire import Offer, Revoke, SetIdentity, SetLocal, SetMachines, SetRelays
 from agents.gpus import Gpus, find_gpus
-from agents.head_line import has_moved, head_api
+from agents.head_line import has_moved, head_api, own_addresses
 from agents.join import AGAIN_FIRST_S, AGAIN_MAX_S, LEAVE_LOOK_S, Terms
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import forget_identity
-from agents.machine_state import MachineState
+from agents.machine_state import LEAVING_NAME, MachineState
 from agents.mesh_asking import Asking, Membership
 from agents.mesh_ports import MeshPorts, free_ports
 from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL
@@ -60,8 +59,6 @@ SAID_EVERY = 30
 """Of tries in vain, 10 s apart, so many are one line in the log."""
 RENEW_EVERY_S = 12 * 3600.0
 """A quarter of a certificate's life."""
-LEAVING_NAME = "leaving"
-"""In the agent's folder, when it ends because the machine leaves for good."""
 
 _log = logging.getLogger(__name__)
 
@@ -165,27 +162,14 @@ class MeshWay:
 
     async def _ask_reach(self, life: Membership, gateway: GatewayKeeper) -> list[Any]:
         """Where the head can dial this machine: perhaps nowhere."""
-        _, port = self._settings.listen
-        own = [self._settings.public_address, *await self._own_addresses()]
+        host, port = self._settings.listen
+        own = [self._settings.public_address, *await own_addresses(self._settings.head, listen=host)]
         body = {"addresses": [[address, port] for address in own if address], "port": port}
         async with self._api(life) as api:
             answer = await api.call(
                 "POST", f"/v1/machines/{life.name}/reach", body=body, limit_s=JOIN_LIMIT_S
             )
         return list(answer["addresses"])
-
-    async def _own_addresses(self) -> list[str]:
-        """As which this machine reaches its head, or what its gateway listens on when that is one address."""
-        host, _ = self._settings.listen
-        if host not in ("0.0.0.0", "::"):
-            return [host]
-        found = []
-        for address, port in await self._settings.head.resolve():
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, port))  # asks the kernel for the route; sends nothing
-                found.append(str(probe.getsockname()[0]))
-        return found[:2]
 
     def _labels(self, life: Membership, *, is_dialable: bool) -> dict[str, str]:
         settings = self._settings

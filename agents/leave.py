@@ -3,7 +3,7 @@
 Rules of this file:
 1. The agent itself says goodbye, after its run has left; this process tells it that it is for good, and waits.
 2. Where no agent runs, nobody says goodbye: the identity is removed, and the head has given the machine up already, or
-   will.
+   will. A relay is believed until somebody says that it has left, so this process does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 from agents.join import GOODBYE_LIMIT_S, GRACE_S_LARGEST
-from agents.join_mesh import LEAVING_NAME
 from agents.machine_identity import forget_identity
-from agents.machine_state import LOCK_NAME
+from agents.machine_state import LEAVING_NAME, LOCK_NAME
+from agents.relay_agent import leave_from_afar
 from mesh.errors import DeploymentError, MeshTimeoutError
 
 WAIT_LIMIT_S = GRACE_S_LARGEST + GOODBYE_LIMIT_S + 30.0
@@ -33,6 +33,8 @@ def leave(state: Path) -> int:
         )
     pid = _agent_of(folder)
     if pid is None:
+        if leave_from_afar(folder):
+            return 0
         forget_identity(folder)
         sys.stderr.write("No agent runs here. To join again this machine needs a token.\n")
         return 0

@@ -19,6 +19,8 @@ from mesh.errors import DeploymentError
 from mesh.reasons import Reason
 
 SOCKETS_PREFIX = "gangmesh-"
+LEAVING_NAME = "leaving"
+"""In the agent's folder, when it ends because it leaves the deployment for good."""
 LOCK_NAME = "lock"
 """Held by the agent for its life; its pid is in it."""
 
@@ -50,11 +52,10 @@ class MachineState:
 
 
 @contextlib.contextmanager
-def machine_state(folder: Path) -> Iterator[MachineState]:
-    """Makes and claims the folder. Raises DeploymentError."""
-    path = folder.expanduser().absolute()
+def claimed(path: Path, *parts: str) -> Iterator[None]:
+    """Makes the folder, and parts of it, and is alone in it. Raises DeploymentError."""
     try:
-        for made in (path, path / "ray", path / "machine"):
+        for made in (path, *(path / part for part in parts)):
             made.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
@@ -78,6 +79,15 @@ def machine_state(folder: Path) -> Iterator[MachineState]:
             ) from None
         os.ftruncate(lock, 0)
         os.write(lock, str(os.getpid()).encode())
+        yield
+
+
+@contextlib.contextmanager
+def machine_state(folder: Path) -> Iterator[MachineState]:
+    """Makes and claims the folder. Raises DeploymentError."""
+    path = folder.expanduser().absolute()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claimed(path, "ray", "machine"))
         note = path / "sockets"
         if note.exists():
             _remove_sockets(Path(note.read_text(encoding="utf-8")))

@@ -96,7 +96,7 @@ class HeadWorld:
 
 
 @contextlib.asynccontextmanager
-async def head_world(state: Path) -> AsyncIterator[HeadWorld]:
+async def head_world(state: Path, *, mesh_port: int = 0) -> AsyncIterator[HeadWorld]:
     authority = MeshAuthority.create(state, deployment=DEPLOYMENT)
     gateway = Gateway(deployment=DEPLOYMENT, machine=HEAD)
     world = HeadWorld(state=state, authority=authority, gateway=gateway)
@@ -118,7 +118,7 @@ async def head_world(state: Path) -> AsyncIterator[HeadWorld]:
     gateway.set_identity(authority.machine_credentials(HEAD))
     gateway.set_api(ApiFront(credentials=authority.api_credentials(), target=(host, port)))
     gateway.carry_relay(RelayLimits())
-    gateway.start(listen_on=(("127.0.0.1", 0),), capture_port=None)
+    gateway.start(listen_on=(("127.0.0.1", mesh_port),), capture_port=None)
     world.port = gateway.addresses[0][1]
     try:
         yield world

@@ -19,6 +19,7 @@ from mesh.cli import (
     logs,
     machines,
     pause,
+    relay,
     run,
     runs,
     tokens,
@@ -70,6 +71,7 @@ app.command("token", short_help="Make, list or revoke tokens that machines join 
 app.command("join", short_help="Let this machine join a deployment elsewhere.")(join.join)
 app.command("leave", short_help="Let this machine leave its deployment.")(join.leave)
 app.command("check", short_help="Measure the network between free machines.")(check.check)
+app.command("relay", short_help="Run a relay for a deployment on this host.")(relay.relay)
 app.command("up", short_help="Start a deployment on this host.")(deployment.up)
 app.command("down", short_help="End the deployment on this host.")(deployment.down)
 app.command("status", short_help="Say whether a deployment runs, and how it is.")(deployment.status)

@@ -109,13 +109,13 @@ def join(
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
     words += [word for pair in label or [] for word in ("--label", pair)]
-    environment = _environment(token)
+    environment = agent_environment(token)
 
     async def work() -> int:
-        _check_head(head)
+        check_head(head)
         if not detach:
             os.execve(AGENT[0], [*AGENT, "join", *words], environment)
-        return _start_detached(words, environment, state.expanduser().absolute())
+        return start_detached([*AGENT, "join", *words], environment, state.expanduser().absolute())
 
     execute(work)
 
@@ -125,12 +125,12 @@ def leave(state: MachineStateOption = DEFAULT_STATE) -> None:
     command = [*AGENT, "leave", "--state", str(state.expanduser().absolute())]
 
     async def work() -> int:
-        os.execve(AGENT[0], command, _environment(None))
+        os.execve(AGENT[0], command, agent_environment(None))
 
     execute(work)
 
 
-def _check_head(head: str) -> None:
+def check_head(head: str) -> None:
     from mesh.errors import SpecError
 
     if head.startswith("http://"):
@@ -142,7 +142,7 @@ def _check_head(head: str) -> None:
         )
 
 
-def _environment(token: str | None) -> dict[str, str]:
+def agent_environment(token: str | None) -> dict[str, str]:
     """Ours, so that the agent imports the same packages, installed or not."""
     environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     if token:
@@ -154,7 +154,10 @@ def _environment(token: str | None) -> dict[str, str]:
     return environment
 
 
-def _start_detached(words: list[str], environment: dict[str, str], state: Path) -> int:
+def start_detached(
+    command: list[str], environment: dict[str, str], state: Path, *, leave: str = "mesh leave"
+) -> int:
+    """Returns when the agent has joined, or raises what it said."""
     from mesh.cli.terminal import Terminal
     from mesh.errors import DeploymentError, MeshError
     from mesh.reasons import Reason
@@ -164,7 +167,7 @@ def _start_detached(words: list[str], environment: dict[str, str], state: Path) 
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (state / LOG_NAME).open("ab") as log:
             process = subprocess.Popen(
-                [*AGENT, "join", *words, "--ready-fd", str(writing)],
+                [*command, "--ready-fd", str(writing)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -197,5 +200,5 @@ def _start_detached(words: list[str], environment: dict[str, str], state: Path) 
             }
         )
     process.returncode = 0  # a daemon now: not ours to wait for
-    Terminal().out(f"Joined as {told['name']}. Log: {state / LOG_NAME}. It ends with: mesh leave")
+    Terminal().out(f"Joined as {told['name']}. Log: {state / LOG_NAME}. It ends with: {leave}")
     return 0

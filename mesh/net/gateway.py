@@ -114,6 +114,7 @@ class Gateway:
         """The relay behind this port, for others."""
         self._relays = RelayWays(
             deployment=deployment,
+            machine=machine,
             check=self._check,
             context=self._machine_context,
             on_leg=self._on_relayed,

@@ -181,6 +181,8 @@ class RelayLine:
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_open = False
         """Whether this machine can be reached through the relay now."""
+        self.opened_at = 0.0
+        """When it was opened last, by the loop's clock."""
         self.breaks = 0
         """How often the line broke, or could not be opened."""
         self.dropped = 0
@@ -215,6 +217,7 @@ class RelayLine:
 
     def _on_open(self) -> None:
         self.is_open = True
+        self.opened_at = asyncio.get_running_loop().time()
 
     def _on_ticket(self, ticket: str) -> None:
         if len(self._tasks) > LEGS_MAX:

@@ -2,7 +2,8 @@
 
 Theory of operation. Who cannot be dialled has a line to every relay, so any of them leads to it, and who dials chooses.
 The relays of the deployment come first, each target's in an order of its own, so that they share the load;
-the head's own relay comes last, and is what is left when the others are gone.
+the head's own relay comes last, and is what is left when the others are gone. Only the head itself asks its own
+first: it is on the same host.
 
 Rules of this file:
 1. A relay that cannot be reached, or to which this machine has no line, is asked last until it can be again.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,13 +36,21 @@ NEXT_ONE = frozenset({Refusal.NOT_LISTENING, Refusal.STREAM_LIMIT, Refusal.PEER_
 class _Way:
     client: RelayClient
     line: RelayLine
-    down_until: float = 0.0
+    failed_at: float = -math.inf
+    """When the relay could not be reached last, by the loop's clock."""
+
+    def is_down(self, now: float) -> bool:
+        """A line that was opened after it had failed has shown that it is back."""
+        if not self.line.is_open:
+            return True
+        return self.failed_at >= self.line.opened_at and now < self.failed_at + DOWN_S
 
 
 class RelayWays:
     """Make it on the loop; `set_places`, `dial`, `stop`.
 
     Args:
+        machine: this one.
         check: whether a relay's certificate is to be believed (the gate's `check_peer`).
         context: the machine's own, the newest.
         on_leg: gets every leg that somebody has dialled to this machine.
@@ -50,11 +60,13 @@ class RelayWays:
         self,
         *,
         deployment: str,
+        machine: MachineName,
         check: Callable[[PeerCertificate], Refused | None],
         context: Callable[[], ssl.SSLContext],
         on_leg: Callable[[Leg], None],
     ) -> None:
         self._deployment = deployment
+        self._machine = machine
         self._check = check
         self._context = context
         self._on_leg = on_leg
@@ -103,7 +115,7 @@ class RelayWays:
             try:
                 return await way.client.dial(machine, context)
             except RelayDown as refused:
-                way.down_until = loop.time() + DOWN_S
+                way.failed_at = loop.time()
                 said = refused
             except DialRefused as refused:
                 if refused.reason not in NEXT_ONE:
@@ -112,13 +124,18 @@ class RelayWays:
         raise said
 
     def _order(self, machine: MachineName, now: float) -> list[RelayPlace]:
-        def is_down(place: RelayPlace) -> bool:
-            way = self._ways[place]
-            return now < way.down_until or not way.line.is_open
+        def rank(place: RelayPlace) -> int:
+            if place.is_gateway:
+                return 0 if place.machine == self._machine else 2
+            return 1
 
         return sorted(
             self._ways,
-            key=lambda place: (is_down(place), place.is_gateway, preference(place.machine, machine)),
+            key=lambda place: (
+                self._ways[place].is_down(now),
+                rank(place),
+                preference(place.machine, machine),
+            ),
         )
 
 

@@ -349,6 +349,7 @@ async def test_a_relay_that_has_no_line_of_the_target_leads_to_the_next_and_a_th
         assert made["r"].counters()["refused"] == {"NotListening": 1}
         ways = RelayWays(
             deployment=DEPLOYMENT,
+            machine=MachineName("c"),
             check=nobody,
             context=lambda: client_context(credentials(mesh.authority, machine("c"))),
             on_leg=lambda leg: leg.socket.close(),

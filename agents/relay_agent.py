@@ -1,0 +1,494 @@
+"""The process of a relay that takes part in a deployment: `python -m agents.relay_agent`, behind `mesh relay`.
+
+Theory of operation. It is taken in by a join token for relays, listens, and is dialled back by the head, which then
+tells machines of it. From then on it asks for news (whom to trust, whom not to believe any more), and says what it has
+carried. Started again, by whoever supervises it, it is the same relay: everything that makes it one is in its folder.
+
+Rules of this file:
+1. Key, certificate and secret are on disk before they are used. The key goes nowhere.
+2. A head that is away is waited for, also at a start: the relay goes on with what it knows, and counts.
+3. What was carried is on disk within COUNT_EVERY_S, and a report of it before it is sent (`relay_outbox.py`). So
+   SIGKILL costs what passed since then, and nothing is said twice.
+4. A head that refuses ends it, and so does a port that the head cannot dial when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from agents.gateway import address_and_port, raise_descriptor_limit
+from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
+from agents.machine_state import LEAVING_NAME, claimed
+from agents.relay_folder import KnownRelay, RelayFolder
+from mesh import __version__
+from mesh.errors import (
+    AuthenticationError,
+    ConflictError,
+    DeploymentError,
+    MeshError,
+    MeshTimeoutError,
+    SpecError,
+    TransportError,
+)
+from mesh.ids import MachineName
+from mesh.net.authority import new_key_pem, read_certificate, signing_request
+from mesh.net.clock import wall_clock
+from mesh.net.identity import RelayIdentity
+from mesh.net.relay import Relay
+from mesh.net.relay_book import RelayLimits
+from mesh.net.relay_outbox import report_out
+from mesh.net.roster import Revocations
+from mesh.net.sockets import listen
+from mesh.net.tokens import JoinToken
+from mesh.reasons import Reason
+
+JOIN_LIMIT_S = 30.0
+FOLLOW_LIMIT_S = 40.0
+"""The head answers within 20 s when there is nothing new."""
+IN_USE_LIMIT_S = 60.0
+"""How long a head may believe that this relay is still there, whose connection was cut without a word: 30 s."""
+IN_USE_AGAIN_S = 2.0
+AGAIN_FIRST_S, AGAIN_MAX_S = 0.5, 10.0
+COUNT_EVERY_S = 1.0
+REPORT_EVERY_S = 5.0
+RENEW_BEFORE_S = 20 * 86400.0
+"""Of a certificate's 30 days so many may be left when a newer one is asked for."""
+RENEW_AGAIN_S = 3600.0
+"""Not more often than that, however long a certificate lasts."""
+GOODBYE_LIMIT_S = 10.0
+STREAMS_PER_MACHINE_MAX = 1024
+TOKEN_VARIABLE = "GANGMESH_JOIN_TOKEN"
+DEFAULT_STATE = Path("~/.gangmesh-relay")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaySettings:
+    """What a relay is told."""
+
+    head: HeadUrl
+    token: JoinToken | None
+    listen: tuple[str, int]
+    public_address: str = ""
+    name_hint: str = ""
+
+
+class RelayAgent:
+    """One process's. `run` it; the folder is claimed."""
+
+    def __init__(self, settings: RelaySettings, folder: RelayFolder) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._outbox = folder.read_outbox()
+        self._known: KnownRelay | None = None
+        self._relay: Relay | None = None
+        self._is_announced = False
+        self._stop = asyncio.Event()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises when this relay is none any more."""
+        self._reporting = asyncio.Lock()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def run(self, on_ready: Callable[[str], None] = lambda name: None) -> None:
+        """Until `stop`. Raises MeshError when the head refuses, or cannot be reached the first time."""
+        self._check_free()
+        known = self._known = await self._enter()
+        relay = self._relay = Relay(
+            identity=RelayIdentity(deployment=known.deployment, machine=MachineName(known.name)),
+            limits=RelayLimits(streams_per_machine_max=STREAMS_PER_MACHINE_MAX),
+        )
+        relay.set_identity(known.credentials)
+        relay.revoke(_revocations(known.revoked))
+        with self._port_errors():
+            relay.start(listen_on=(self._settings.listen,))
+        try:
+            if self._is_announced:
+                await self._announce()
+            _log.info("the relay %s listens on %s", known.name, relay.addresses)
+            on_ready(known.name)
+            await self._serve()
+        finally:
+            await relay.stop()
+            await self._count()
+        await self._say_goodbye()
+
+    async def _serve(self) -> None:
+        works: dict[str, Coroutine[Any, Any, None]] = {
+            "news": self._follow(),
+            "certificate": self._renew(),
+            "counts": self._keep_counting(),
+            "reports": self._keep_reporting(),
+        }
+        tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        either: list[asyncio.Future[Any]] = [stop, self._over, *tasks]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # a fault of ours: whoever supervises this process begins again
+            if self._over.done():
+                self._over.result()
+        finally:
+            stop.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait([*tasks, stop])
+
+    # ---- entering ---------------------------------------------------------------------------------
+
+    def _check_free(self) -> None:
+        """Before a token is used up."""
+        with self._port_errors():
+            listen(*self._settings.listen).close()
+
+    @contextlib.contextmanager
+    def _port_errors(self) -> Any:
+        host, port = self._settings.listen
+        try:
+            yield
+        except OSError as error:
+            is_taken = error.errno == errno.EADDRINUSE
+            raise DeploymentError(
+                f"The relay cannot listen on {host} port {port}: {error.strerror}.",
+                hint="Another program has it; name another port: --listen."
+                if is_taken
+                else "Name another one: --listen.",
+                reason=Reason.PORT_TAKEN if is_taken else Reason.FORBIDDEN,
+            ) from error
+
+    async def _enter(self) -> KnownRelay:
+        """As the relay that it was, when it was one; else by its token."""
+        known, token = self._folder.read_known(), self._settings.token
+        if known is not None:
+            try:
+                return await self._ask_again(known)
+            except (AuthenticationError, ConflictError) as error:
+                if token is None or error.reason is Reason.CLOCK_SKEW:
+                    raise
+                _log.info("taking part anew, by the token: %s", error)
+            except (TransportError, MeshTimeoutError) as error:
+                _log.warning("going on as %s without the head, for now: %s", known.name, error)
+                return replace(known, head=self._settings.head.url)
+        if token is None:
+            raise SpecError(
+                "This relay has not taken part before: it needs a token.",
+                hint="`mesh token create --relay` on the head makes one; then: mesh relay URL --token TOKEN --listen …",
+                field="--token",
+            )
+        authority = await ask_trust(self._settings.head, token.fingerprint)
+        return await self._ask_with({"token": str(token)}, authority)
+
+    async def _ask_again(self, known: KnownRelay) -> KnownRelay:
+        deadline = asyncio.get_running_loop().time() + IN_USE_LIMIT_S
+        while True:
+            try:
+                return await self._ask_with(
+                    {"again": {"name": known.name, "secret": known.secret}}, known.bundle.encode()
+                )
+            except ConflictError as error:
+                late = asyncio.get_running_loop().time() > deadline
+                if error.reason is not Reason.IDENTITY_IN_USE or late:
+                    raise
+                _log.info("%s Asking again.", error.message)
+                await asyncio.sleep(IN_USE_AGAIN_S)
+
+    async def _ask_with(self, credentials: dict[str, Any], authority_pem: bytes) -> KnownRelay:
+        key = new_key_pem()
+        request = {
+            **credentials,
+            "request": signing_request(key).decode(),
+            "clock": wall_clock(),
+            "version": __version__,
+            "nameHint": self._settings.name_hint,
+        }
+        async with head_api(self._settings.head, bundle_pem=authority_pem) as api:
+            answer = await api.call("POST", "/v1/relays", body=request, limit_s=JOIN_LIMIT_S, repeat_s=0.0)
+        news = answer["news"]
+        known = KnownRelay(
+            head=self._settings.head.url,
+            name=str(answer["name"]),
+            secret=str(answer["secret"]),
+            deployment=str(answer["deployment"]),
+            bundle=str(news["bundle"]),
+            key=key.decode(),
+            certificate=str(answer["certificate"]),
+            revoked=[str(name) for name in news["revoked"]],
+        )
+        await asyncio.to_thread(self._folder.write_known, known)
+        self._is_announced = True
+        return known
+
+    async def _announce(self) -> None:
+        """Lets the head dial back. Raises DeploymentError when it cannot."""
+        known, (host, port) = self._present(), self._settings.listen
+        own = [self._settings.public_address] if self._settings.public_address else []
+        own = own or await own_addresses(self._settings.head, listen=host)
+        body = {"addresses": [[address, port] for address in own], "port": port}
+        async with self._api(known) as api:
+            answer = await api.call("POST", f"/v1/relays/{known.name}/reach", body=body, limit_s=JOIN_LIMIT_S)
+        if not answer["addresses"]:
+            tried = ", ".join(own) or "no address"
+            raise DeploymentError(
+                f"The head cannot dial this relay: port {port} of {tried} does not lead to it.",
+                hint="Open the port in firewalls and forward it in NATs, or name the address that others reach: "
+                f"--public-address. It is known as {known.name} now, and started again it needs no token.",
+                reason=Reason.UNREACHABLE,
+            )
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        pause_s, version = AGAIN_FIRST_S, ""
+        while True:
+            try:
+                async with self._api(self._present()) as api:
+                    while True:
+                        news = await api.call(
+                            "GET",
+                            f"/v1/relays/{self._present().name}/news",
+                            query={"after": version},
+                            limit_s=FOLLOW_LIMIT_S,
+                            repeat_s=0.0,
+                        )
+                        pause_s = AGAIN_FIRST_S
+                        if not self._is_announced:  # it was started while the head was away
+                            self._is_announced = True
+                            await self._announce()
+                        if str(news["version"]) != version:
+                            await self._hear(news)
+                            version = str(news["version"])
+            except AuthenticationError as error:
+                self._over.set_exception(error)
+                return
+            except (MeshError, OSError) as error:
+                _log.warning("no news from the head: %s", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(AGAIN_MAX_S, pause_s * 2)
+
+    async def _hear(self, news: dict[str, Any]) -> None:
+        known, revoked = self._present(), [str(name) for name in news["revoked"]]
+        if revoked == known.revoked and str(news["bundle"]) == known.bundle:
+            return
+        await self._keep(replace(known, revoked=revoked, bundle=str(news["bundle"])))
+        if self._relay is not None:
+            self._relay.revoke(_revocations(revoked))
+
+    async def _renew(self) -> None:
+        while True:
+            ends_at = read_certificate(self._present().certificate.encode()).not_after
+            await asyncio.sleep(max(RENEW_AGAIN_S, ends_at - RENEW_BEFORE_S - wall_clock()))
+            key, known = new_key_pem(), self._present()
+            try:
+                async with self._api(known) as api:
+                    answer = await api.call(
+                        "POST",
+                        f"/v1/relays/{known.name}/certificate",
+                        body={"request": signing_request(key).decode()},
+                    )
+            except MeshError as error:
+                _log.warning("no new certificate: %s", error)
+                continue
+            await self._keep(
+                replace(self._present(), key=key.decode(), certificate=str(answer["certificate"]))
+            )
+
+    async def _keep(self, known: KnownRelay) -> None:
+        """On disk, then in use."""
+        await asyncio.to_thread(self._folder.write_known, known)
+        before, self._known = self._present(), known
+        if self._relay is not None and known.credentials != before.credentials:
+            self._relay.set_identity(known.credentials)
+
+    # ---- what was carried -------------------------------------------------------------------------
+
+    async def _keep_counting(self) -> None:
+        while True:
+            await asyncio.sleep(COUNT_EVERY_S)
+            await self._count()
+
+    async def _count(self) -> None:
+        relay = self._relay
+        async with self._reporting:
+            if relay is not None and self._outbox.fill(relay.book):
+                await self._folder.save_outbox(self._outbox)
+
+    async def _keep_reporting(self) -> None:
+        said: dict[str, Any] = {}
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            try:
+                said = await self._report(said)
+            except (MeshError, OSError) as error:
+                _log.info("what was carried is kept until the head takes it: %s", error)
+
+    async def _report(self, said: dict[str, Any]) -> dict[str, Any]:
+        """Everything that there is to say, when it is not what was said last. Raises MeshError, OSError."""
+        assert self._relay is not None
+        while True:
+            async with self._reporting:
+                report = self._outbox.next_report()
+                if report is not None:
+                    await self._folder.save_outbox(self._outbox)
+            counters = self._relay.counters()
+            counts = {"lines": counters["lines"], "streams": counters["streams"]}
+            if report is None and counts == said:
+                return said
+            known = self._present()
+            async with self._api(known) as api:
+                await api.call(
+                    "POST",
+                    f"/v1/relays/{known.name}/report",
+                    body={**counts, "report": report_out(report)},
+                    repeat_s=0.0,
+                )
+            said = counts
+            if report is not None:
+                async with self._reporting:
+                    self._outbox.on_delivered(report.life, report.number)
+                    await self._folder.save_outbox(self._outbox)
+
+    async def _say_goodbye(self) -> None:
+        """The rest of what was carried; and that it is for good, when `mesh leave` has said so."""
+        marker = self._folder.path / LEAVING_NAME
+        try:
+            async with asyncio.timeout(GOODBYE_LIMIT_S):
+                await self._report({})
+                if marker.exists():
+                    await leave_head(self._present())
+                    await asyncio.to_thread(self._folder.forget)
+        except (MeshError, OSError) as error:  # a time-out is one
+            _log.warning("the head was not told everything: %s", error)
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _present(self) -> KnownRelay:
+        assert self._known is not None
+        return self._known
+
+    def _api(self, known: KnownRelay) -> Any:
+        return head_api(self._settings.head, bundle_pem=known.bundle.encode(), secret=known.secret)
+
+
+def _revocations(names: list[str]) -> Revocations:
+    return Revocations(machines=frozenset(MachineName(name) for name in names))
+
+
+async def leave_head(known: KnownRelay) -> None:
+    """Its certificate is revoked. Raises MeshError."""
+    async with head_api(
+        HeadUrl.parse(known.head), bundle_pem=known.bundle.encode(), secret=known.secret
+    ) as api:
+        await api.call("POST", f"/v1/relays/{known.name}/leave", repeat_s=2.0)
+
+
+def leave_from_afar(path: Path) -> bool:
+    """`mesh leave` in the folder of a relay that does not run; False when it is no relay's. Raises DeploymentError."""
+    folder = RelayFolder(path)
+    known = folder.read_known()
+    if known is None:
+        return False
+    try:
+        asyncio.run(leave_head(known))
+        sys.stderr.write(f"The relay {known.name} has left. To take part again it needs a token.\n")
+    except MeshError as error:
+        sys.stderr.write(
+            f"The head was not told ({error.message}). There, `mesh drain {known.name}` revokes its certificate.\n"
+        )
+    folder.forget()
+    return True
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m agents.relay_agent", description="A relay of a deployment; `mesh relay` starts it."
+    )
+    parser.add_argument("--head", metavar="URL", required=True, help="of the head's mesh port")
+    parser.add_argument("--listen", metavar="ADDRESS:PORT", required=True)
+    parser.add_argument("--public-address", metavar="ADDRESS", default="")
+    parser.add_argument("--name-hint", metavar="NAME", default="")
+    parser.add_argument("--state", metavar="DIR", type=Path, default=DEFAULT_STATE)
+    parser.add_argument(
+        "--ready-fd", metavar="FD", type=int, help="told when it has joined, or why it has not"
+    )
+    return parser
+
+
+def read_settings(options: argparse.Namespace, token: str | None) -> RelaySettings:
+    """Raises SpecError."""
+    import ipaddress
+
+    if options.public_address:
+        try:
+            ipaddress.ip_address(options.public_address)
+        except ValueError:
+            raise SpecError(
+                f"--public-address takes an IP address, not {options.public_address[:80]!r}.",
+                field="--public-address",
+            ) from None
+    where = address_and_port(options.listen)
+    if where[1] == 0:
+        raise SpecError("--listen takes a port of its own choice.", field="--listen", got=options.listen)
+    return RelaySettings(
+        head=HeadUrl.parse(options.head),
+        token=JoinToken.parse(token) if token else None,
+        listen=where,
+        public_address=options.public_address,
+        name_hint=options.name_hint,
+    )
+
+
+async def serve(settings: RelaySettings, folder: RelayFolder, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Until SIGTERM or SIGINT. Raises MeshError, OSError."""
+    agent = RelayAgent(settings, folder)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.stop)
+    await agent.run(lambda name: tell({"ready": True, "name": name}))
+
+
+def main() -> int:
+    options = build_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    raise_descriptor_limit()
+
+    def tell(news: dict[str, Any]) -> None:
+        if options.ready_fd is not None:
+            with contextlib.suppress(OSError):  # a reader that has gone away is no reason to stop
+                os.write(options.ready_fd, json.dumps(news).encode() + b"\n")
+                os.close(options.ready_fd)
+            options.ready_fd = None
+
+    path = options.state.expanduser().absolute()
+    try:
+        settings = read_settings(options, token)
+        with claimed(path):
+            (path / LEAVING_NAME).unlink(missing_ok=True)  # of one that was killed meanwhile
+            uvloop.run(serve(settings, RelayFolder(path), tell))
+    except (MeshError, OSError) as error:
+        tell({"error": error.to_wire() if isinstance(error, MeshError) else {"message": str(error)}})
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - why it ended
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
