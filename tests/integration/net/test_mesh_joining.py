@@ -9,11 +9,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agents import head_line, mesh_asking
+from agents.gateway_keeper import GatewayKeeper
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from coordinator.mesh_machines import HEAD
@@ -591,3 +592,16 @@ async def test_a_head_that_is_not_there_is_said_to_be_so(head: HeadWorld, tmp_pa
         await head.way(
             tmp_path / "m", await head.token(), head=HeadUrl.parse(f"https://127.0.0.1:{port}")
         )._asking.ask()
+
+
+async def test_an_agent_whose_head_is_gone_says_what_its_owner_can_do(
+    head: HeadWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, life = await joined(head, tmp_path / "m")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    way = head.way(tmp_path / "m", head=HeadUrl.parse(f"https://127.0.0.1:{port}"))
+    following = asyncio.create_task(way._follow(life, cast(GatewayKeeper, None)))
+    await eventually(lambda: "mesh join https://NEW-ADDRESS" in caplog.text, "it to be said")
+    following.cancel()
+    assert "cannot be reached" in caplog.text
