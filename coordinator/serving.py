@@ -27,7 +27,6 @@ from mesh.errors import InternalError, MeshError, StorageError, TransportError
 from mesh.ids import Incarnation, MachineName
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
 
 START_AGAIN_S = 2.0
 
@@ -125,7 +124,6 @@ class ServingCoordinator:
             machine=effect.machine,
             store=cast(Endpoint, self._config["store_member"]),
             logs=cast(Endpoint, self._config["logs"]),
-            transport=Transport.PRIVATE,
             checkpoints=self._config.get("checkpoints"),
             # Where nothing is kept, nothing can be brought back: then each machine keeps what it has.
             is_clean_start=effect.is_clean_start and self._config.get("checkpoints") is not None,

@@ -37,7 +37,6 @@ class JoinOrder:
     machine: MachineName
     store: Endpoint
     logs: Endpoint
-    transport: Transport
     lease_ttl_s: float = LEASE_TTL_S
     lease_guard_s: float = LEASE_GUARD_S
     heartbeat_s: float = HEARTBEAT_S

@@ -30,7 +30,6 @@ from coordinator.store_link import StoreLink
 from mesh.ids import Incarnation, MachineName, RunUid
 from mesh.messages import CheckpointOrder, FenceOrder, JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
 
 STORE_PROCESS = Path(__file__).parents[1] / "integration" / "store_process.py"
 STORE_STOP_S = 5.0
@@ -155,7 +154,6 @@ async def deployment(folder: Path) -> AsyncIterator[Deployment]:
             machine=effect.machine,
             store=Endpoint(host="127.0.0.1", port=port, secret="member"),
             logs=log_endpoint,
-            transport=Transport.PRIVATE,
         )
 
     coordinator = Coordinator(

@@ -27,7 +27,7 @@ from mesh.messages import (
     ProcessExit,
 )
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import HarmKind, Transport
+from mesh.states import HarmKind
 from tests.fakes.fleet import FakeFleet, FakeStore
 
 _NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
@@ -129,7 +129,6 @@ def scripted_coordinator(db: str, *, machines: int = 2) -> tuple[Coordinator, Sc
             machine=effect.machine,
             store=_NOWHERE,
             logs=_NOWHERE,
-            transport=Transport.PRIVATE,
         )
 
     coordinator = Coordinator(

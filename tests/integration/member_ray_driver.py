@@ -24,7 +24,6 @@ from coordinator.store_actor import StoreServer
 from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, new_run_uid, new_token
 from mesh.messages import FenceOrder, JoinOrder, MemberReport
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
 from mesh.store.client import StoreClient
 from tests.integration.small_ray import connect, small_ray
 
@@ -74,7 +73,6 @@ class Play:
             machine=MachineName("m0"),
             store=Endpoint(host="127.0.0.1", port=address.port, secret="m"),
             logs=await self.sink.start(),
-            transport=Transport.PRIVATE,
             lease_ttl_s=5.0,
         )
         await self.member.join.remote(order)

@@ -25,7 +25,7 @@ from agents.supervisor_protocol import INCARNATION_VARIABLE
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid, new_run_uid
 from mesh.messages import JoinOrder
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import HarmKind, Transport
+from mesh.states import HarmKind
 from mesh.store.local import local_name
 from tests.fakes.store import FakeStore
 
@@ -223,7 +223,6 @@ async def test_a_keeper_that_is_cut_off_leaves_the_way_that_no_filter_sees() -> 
         machine=MachineName("m0"),
         store=from_here(store.endpoint, "127.0.77.1"),
         logs=store.endpoint,
-        transport=Transport.PRIVATE,
     )
     told: list[ev.MemberEvent] = []
     keeper = KeeperProcess(order, tell=told.append)

@@ -20,7 +20,6 @@ from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, new_run_uid
 from mesh.messages import JoinOrder
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
-from mesh.states import Transport
 from mesh.store import messages as ms
 from mesh.store.client import StoreClient
 from tests.fakes.store import FakeStore
@@ -42,7 +41,6 @@ class Kept:
             machine=MachineName("m0"),
             store=store,
             logs=Endpoint(host="127.0.0.1", port=1, secret=""),
-            transport=Transport.PRIVATE,
             lease_ttl_s=ttl_s,
             lease_guard_s=0.1,
             heartbeat_s=heartbeat_s,
@@ -235,13 +233,12 @@ def member_process() -> Iterator[Callable[[Kept], subprocess.Popen[bytes]]]:
             "from mesh.ids import *\n"
             "from mesh.messages import JoinOrder\n"
             "from mesh.plan import Endpoint, RunPlan\n"
-            "from mesh.states import Transport\n"
             "async def main():\n"
             "    order = JoinOrder(\n"
             f"        incarnation=Incarnation.parse({str(kept.me)!r}),\n"
             "        plan=RunPlan(name=RunName('job'), command=('true',)), machine=MachineName('m0'),\n"
             f"        store=Endpoint(host='127.0.0.1', port={order.store.port}, secret={order.store.secret!r}),\n"
-            "        logs=Endpoint(host='127.0.0.1', port=1, secret=''), transport=Transport.PRIVATE)\n"
+            "        logs=Endpoint(host='127.0.0.1', port=1, secret=''))\n"
             "    await KeeperProcess(order, tell=print).start()\n"
             "    await asyncio.sleep(600)\n"
             "asyncio.run(main())\n"

@@ -36,7 +36,7 @@ from mesh.messages import (
 )
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
-from mesh.states import LauncherKind, Transport
+from mesh.states import LauncherKind
 from mesh.store import messages as ms
 from mesh.store.client import StoreClient
 
@@ -155,7 +155,6 @@ class Gang:
             machine=MachineName(f"m{rank}"),
             store=self.head.store,
             logs=self.head.logs,
-            transport=Transport.PRIVATE,
             lease_ttl_s=5.0,
         )
 

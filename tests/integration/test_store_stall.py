@@ -27,7 +27,7 @@ from mesh.ids import Epoch, Incarnation, MachineName, Rank, RunName, new_run_uid
 from mesh.messages import JoinOrder
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
-from mesh.states import RunState, Transport
+from mesh.states import RunState
 from mesh.store.client import StoreClient
 from mesh.store.local import local_name
 
@@ -114,7 +114,7 @@ class Scene:
     async def _start_member(self, me: Incarnation) -> None:
         order = JoinOrder(
             incarnation=me, plan=self.gang.plan, machine=MachineName("m"), store=self.endpoint("member"),
-            logs=Endpoint(host="127.0.0.1", port=1, secret=""), transport=Transport.PRIVATE,
+            logs=Endpoint(host="127.0.0.1", port=1, secret=""),
             lease_ttl_s=TTL_S, lease_guard_s=GUARD_S, heartbeat_s=HEARTBEAT_S,
         )  # fmt: skip
         self.commands.append(subprocess.Popen(["sleep", "600"], env={"NODUS_INCARNATION": str(me)}))

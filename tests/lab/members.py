@@ -32,7 +32,6 @@ from mesh.net.paths import NetworkFacts
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
 from mesh.store.client import StoreClient
 from tests.lab.member_host import Part
 from tests.lab.network import GATE_NUMBER, LabNetwork, call
@@ -273,7 +272,6 @@ class LabGang:
             machine=MachineName(host),
             store=self._endpoint,
             logs=self._log_endpoint,
-            transport=Transport.PRIVATE,
             lease_ttl_s=5.0,
         )
         part = Part(

@@ -21,7 +21,7 @@ from coordinator.core.gang_state import Gang
 from mesh.ids import Epoch, IncarnationToken, RunUid
 from mesh.messages import JoinOrder, MemberReport
 from mesh.plan import Endpoint
-from mesh.states import FailurePolicy, RunState, Transport
+from mesh.states import FailurePolicy, RunState
 from tests.sim.tasks import DOWN, GONE, Begin, Down, Resume, Step, Task
 
 if TYPE_CHECKING:
@@ -408,7 +408,6 @@ class SimCoordinator:
             machine=effect.machine,
             store=NOWHERE,
             logs=NOWHERE,
-            transport=Transport.PRIVATE,
             checkpoints="sim://" if self.world.saves else None,
             is_clean_start=effect.is_clean_start,
             restore=effect.restore,

@@ -13,7 +13,6 @@ from agents.core.events import Arrival
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.messages import JoinOrder
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
 from mesh.store import messages as ms
 from tests.contract.store_link import MEMBER, ListeningStore
 
@@ -91,7 +90,6 @@ def order(endpoint: Endpoint) -> JoinOrder:
         machine=MachineName("m0"),
         store=endpoint,
         logs=endpoint,
-        transport=Transport.PRIVATE,
     )
 
 

@@ -36,7 +36,7 @@ from mesh.messages import (
 )
 from mesh.plan import Endpoint, RunPlan
 from mesh.resources import Run
-from mesh.states import FailurePolicy, RunState, Transport
+from mesh.states import FailurePolicy, RunState
 from tests.fakes.fleet import FakeFleet, FakeStore
 
 NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
@@ -49,7 +49,6 @@ def _plan(name: str, nodes: int = 2) -> RunPlan:
 def _join_order(plan: RunPlan, effect: OrderMember) -> JoinOrder:
     return JoinOrder(
         incarnation=effect.incarnation, plan=plan, machine=effect.machine, store=NOWHERE, logs=NOWHERE,
-        transport=Transport.PRIVATE,
     )  # fmt: skip
 
 

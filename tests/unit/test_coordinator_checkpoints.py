@@ -28,7 +28,6 @@ from mesh.messages import (
 )
 from mesh.plan import Endpoint, RunPlan
 from mesh.resources import CheckpointStatus
-from mesh.states import Transport
 from tests.fakes.fleet import FakeFleet, FakeStore
 
 NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
@@ -37,7 +36,7 @@ NOWHERE = Endpoint(host="127.0.0.1", port=1, secret="s")
 def _join_order(plan: RunPlan, effect: OrderMember) -> JoinOrder:
     return JoinOrder(
         incarnation=effect.incarnation, plan=plan, machine=effect.machine, store=NOWHERE, logs=NOWHERE,
-        transport=Transport.PRIVATE, is_clean_start=effect.is_clean_start, restore=effect.restore,
+        is_clean_start=effect.is_clean_start, restore=effect.restore,
     )  # fmt: skip
 
 

@@ -37,7 +37,6 @@ from mesh.messages import (
 )
 from mesh.plan import Endpoint, RunPlan
 from mesh.reasons import Reason
-from mesh.states import Transport
 
 ME = Incarnation(run_uid=RunUid("ab" * 8), epoch=Epoch(3), rank=Rank(1), token=IncarnationToken("cd" * 8))
 GHOST = replace(ME, epoch=Epoch(2))
@@ -51,7 +50,6 @@ ORDER = JoinOrder(
     machine=MachineName("m1"),
     store=Endpoint(host="127.0.0.1", port=1, secret="s"),
     logs=Endpoint(host="127.0.0.1", port=2, secret="s"),
-    transport=Transport.PRIVATE,
 )
 
 

@@ -21,7 +21,6 @@ from mesh.errors import TransportError
 from mesh.ids import Epoch, Incarnation, IncarnationToken, MachineName, Rank, RunName, RunUid
 from mesh.messages import FenceOrder, JoinOrder
 from mesh.plan import Endpoint, RunPlan
-from mesh.states import Transport
 
 FLEET = RayFleet(namespace="n", member_config={}, used_by=dict)
 MEMBER = Incarnation(run_uid=RunUid("run"), epoch=Epoch(1), rank=Rank(0), token=IncarnationToken("t"))
@@ -148,7 +147,6 @@ def join_order() -> JoinOrder:
         machine=MachineName("m1"),
         store=nowhere,
         logs=nowhere,
-        transport=Transport.PRIVATE,
     )
 
 

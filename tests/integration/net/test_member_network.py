@@ -75,7 +75,6 @@ def order(
         machine=MINE.machine,
         store=NOWHERE,
         logs=NOWHERE,
-        transport=Transport.PRIVATE,
     )
 
 
