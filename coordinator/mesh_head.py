@@ -96,6 +96,7 @@ class MeshHead:
         self._authority = MeshAuthority.create(state.path, deployment=state.deployment_id)
         self._books = MeshBooks(state.path)
         self._ray: RayProcesses | None = None
+        self._naming = asyncio.Lock()
         self._news = asyncio.Event()
         self._own_relay: RelayPlace | None = None
         self._take_report = TakeReport(life="", delivered=0)
@@ -181,7 +182,8 @@ class MeshHead:
         )
 
     async def next_name_number(self) -> int:
-        return await asyncio.to_thread(self._state.count_joined)
+        async with self._naming:  # many machines join at once when a head began again
+            return await asyncio.to_thread(self._state.count_joined)
 
     def check_versions(self, request: Mapping[str, Any]) -> None:
         check_versions(request)

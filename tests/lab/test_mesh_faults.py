@@ -98,8 +98,10 @@ def test_a_machine_that_was_cut_off_is_given_up_and_comes_back(lab: MeshLab) -> 
     name = lab.machine_on(host)
     assert name is not None
     host.cut()
-    wait_until(lambda: lab.machines()[name]["state"] == "Lost", "it to be given up")
-    host.heal()
+    try:
+        wait_until(lambda: lab.machines()[name]["state"] == "Lost", "it to be given up")
+    finally:
+        host.heal()
     wait_until(lambda: lab.machine_on(host) not in (None, name), "it to come back", limit_s=120.0)
 
 
