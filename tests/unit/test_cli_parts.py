@@ -388,3 +388,18 @@ async def test_a_drain_ends_when_the_machine_is_gone_for_good(
     monkeypatch.setattr(machines, "LOOK_S", 0.001)
     assert await machines._drain("local-1", 5.0, "", False, OutputFormat.TABLE, None, None) == 0
     assert "local-1 is gone" in capfd.readouterr().err
+
+
+def test_what_relays_carried_is_part_of_a_run_s_story() -> None:
+    from mesh.cli.describe import describe_relayed
+
+    rows = [
+        {"relay": relay, "run": "u", "dialler": "a", "target": "b", "bytes": amount}
+        for relay, amount in (("head", 512), ("relay-3", 3 * 2**20))
+    ]
+    assert describe_relayed([]) == []
+    assert describe_relayed(rows) == [
+        "Relayed:      3.0 MiB",
+        "  a and b through head: 512 B",
+        "  a and b through relay-3: 3.0 MiB",
+    ]
