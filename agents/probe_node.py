@@ -27,8 +27,8 @@ class ProbeNodeActor:
     async def start(self) -> MemberFacts:
         return await self._prober.start()
 
-    async def reach(self, others: list[MemberFacts]) -> dict[int, Reach]:
-        return await self._prober.reach(others)
+    async def reach(self, others: list[MemberFacts], is_patient: bool) -> dict[int, Reach]:
+        return await self._prober.reach(others, is_patient=is_patient)
 
     async def heard(self) -> list[int]:
         return sorted(self._prober.heard)

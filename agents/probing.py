@@ -63,8 +63,10 @@ PIECE_BYTES = 256 << 10
 PUSH_S_MAX = 2.0
 DATAGRAMS = 3
 CONNECTIONS_MAX = 256
-HELLO_LIMIT_S = 2.0
-SERVED_LIMIT_S = 5.0
+PATIENT_LIMIT_S = 3.0
+"""Of each, where a busy machine is given time."""
+HELLO_LIMIT_S = 5.0
+SERVED_LIMIT_S = 6.0
 
 _log = logging.getLogger(__name__)
 
@@ -203,12 +205,13 @@ class Prober:
 
     # ---- dialling -----------------------------------------------------------------------------------
 
-    async def reach(self, others: Sequence[MemberFacts]) -> dict[int, Reach]:
+    async def reach(self, others: Sequence[MemberFacts], *, is_patient: bool = False) -> dict[int, Reach]:
         """Both ports of each of these, all at once. By rank."""
         for _ in range(DATAGRAMS):
             for other in others:
                 self._tell(other)
-        found = await asyncio.gather(*(self._reach(other) for other in others))
+        limit_s = PATIENT_LIMIT_S if is_patient else ECHO_LIMIT_S
+        found = await asyncio.gather(*(self._reach(other, limit_s) for other in others))
         return {other.rank: reach for other, reach in zip(others, found, strict=True)}
 
     def _tell(self, other: MemberFacts) -> None:
@@ -216,9 +219,9 @@ class Prober:
             said = MAGIC + self._key + bytes([self._rank])
             self._datagrams.sendto(said, (other.address, other.ephemeral_port))
 
-    async def _reach(self, other: MemberFacts) -> Reach:
+    async def _reach(self, other: MemberFacts, limit_s: float) -> Reach:
         [(rendezvous, _), (ephemeral, echoes)] = await asyncio.gather(
-            self._echo(other, PortKind.RENDEZVOUS), self._echo(other, PortKind.EPHEMERAL)
+            self._echo(other, PortKind.RENDEZVOUS, limit_s), self._echo(other, PortKind.EPHEMERAL, limit_s)
         )
         best = min(echoes, default=None)
         return Reach(
@@ -228,7 +231,9 @@ class Prober:
             offset_s=None if best is None else best[1],
         )
 
-    async def _echo(self, other: MemberFacts, port: PortKind) -> tuple[Dialled, list[tuple[float, float]]]:
+    async def _echo(
+        self, other: MemberFacts, port: PortKind, limit_s: float
+    ) -> tuple[Dialled, list[tuple[float, float]]]:
         """How it ended, and (round trip, offset of the other clock) in seconds of each echo."""
         dialled, connection = await self._dial(other, port)
         if connection is None:
@@ -236,7 +241,7 @@ class Prober:
         echoes: list[tuple[float, float]] = []
         with connection:
             try:
-                async with asyncio.timeout(ECHO_LIMIT_S):
+                async with asyncio.timeout(limit_s):
                     await self._hello(connection, ECHO)
                     for number in range(ECHOES):
                         echoes.append(await _echo_once(connection, number.to_bytes(_ECHO_BYTES)))

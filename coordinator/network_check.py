@@ -2,7 +2,9 @@
 
 Rules of this file:
 1. It ends within its limit, whatever hangs: what was not measured by then is missing, and the verdict says so.
-2. Nothing is said of one bad measurement: what looks bad is measured again, and the best one counts.
+2. Nothing is said of one bad measurement: what looks bad is measured again, and the best one counts. What a busy
+   machine may have caused (a connection through which nothing comes, data that does not come through in time) is a
+   fault only once it was looked at with patience; until then it was not measured.
 3. It decides nothing: `mesh.netcheck.verdict` does.
 """
 
@@ -22,10 +24,12 @@ from mesh.netcheck.verdict import lossy, slow
 
 PUSH_S = 0.12
 """How long is counted: by then the window has opened on paths of up to some 10 ms."""
-LONGER_S = (0.25, 0.5)
+LONGER_S = (0.25, 0.5, 1.0)
 """How long where a way still looks slow the second time."""
 PUSH_LIMIT_S, PUSH_ROUND_TRIPS = 0.4, 5
 """How much longer a push may take: so long on a near path, and so many round trips."""
+LITTLE_PATIENCE_S, PATIENCE_S = 0.5, 2.0
+"""More, the last time before it is said that full-size packets, or all of much data, do not come through."""
 SEGMENTS_TRIED = (1400, 1200, 536)
 """Bytes, where full-size ones are lost: what most tunnels leave, IPv6's least MTU and IPv4's, less their headers
 (RFC 8200, section 5; RFC 9293, section 3.7.1)."""
@@ -38,7 +42,9 @@ class EndGoneError(MeshError):
 class Probing(Protocol):
     """One member's end, wherever it is: `agents.probing.Prober`. Its methods may raise `EndGoneError`."""
 
-    async def reach(self, others: Sequence[MemberFacts]) -> Mapping[int, Reach]: ...
+    async def reach(
+        self, others: Sequence[MemberFacts], *, is_patient: bool = False
+    ) -> Mapping[int, Reach]: ...
 
     async def heard(self) -> Collection[int]: ...
 
@@ -73,20 +79,34 @@ class _Check:
     async def run(self) -> None:
         await self._reach(self.seen.asked)
         closed = {way for way, reach in self.seen.reach.items() if not reach.is_open}
-        await self._reach(closed)
+        # Dialling again takes seconds and no throughput.
+        await asyncio.gather(self._reach(closed), self._in_rounds(self._open(), self._push))
         await asyncio.gather(*(self._heard(rank) for rank in {receiver for _, receiver in closed}))
-        await self._in_rounds({way for way, reach in self.seen.reach.items() if reach.is_open}, self._push)
+        await self._in_rounds(self._open() - self.seen.push.keys(), self._push)
         await self._in_rounds([*lossy(self.seen), *slow(self.seen)], self._push)
         await self._in_rounds(lossy(self.seen), self._narrow)
+        await self._look_patiently()
         for seconds in LONGER_S:
             await self._in_rounds(slow(self.seen), functools.partial(self._push, seconds=seconds))
 
-    async def _reach(self, ways: Collection[Way]) -> None:
+    def _open(self) -> set[Way]:
+        return {way for way, reach in self.seen.reach.items() if reach.is_open}
+
+    async def _look_patiently(self) -> None:
+        """At ways where a connection is made and nothing comes through it: who is busy answers late."""
+        doubtful = {way for way, reach in self.seen.reach.items() if reach.is_doubtful}
+        await self._reach(doubtful, is_patient=True)
+        await self._in_rounds(self._open() & doubtful, self._push)
+
+    async def _reach(self, ways: Collection[Way], *, is_patient: bool = False) -> None:
         async def of(rank: int) -> None:
             others = [self.seen.members[other] for sender, other in sorted(ways) if sender == rank]
             with contextlib.suppress(EndGoneError):
-                for other, reach in (await self._members[rank][1].reach(others)).items():
+                found = await self._members[rank][1].reach(others, is_patient=is_patient)
+                for other, reach in found.items():
                     self.seen.reach[rank, other] = reach
+                    if is_patient:
+                        self.seen.confirmed.add((rank, other))
 
         async with asyncio.TaskGroup() as group:
             for rank in {sender for sender, _ in ways}:
@@ -104,24 +124,30 @@ class _Check:
             for direction in (meetings, [(b, a) for a, b in meetings]):
                 await asyncio.gather(*(along(way) for way in direction if way in wanted))
 
-    async def _push(self, way: Way, *, seconds: float = PUSH_S) -> None:
+    async def _push(self, way: Way, *, seconds: float = PUSH_S, patience_s: float = 0.0) -> None:
         with contextlib.suppress(EndGoneError):
-            self.seen.add_push(way, Push(bytes_per_s=await self._pushed(way, seconds=seconds)))
+            rate = await self._pushed(way, seconds=seconds, patience_s=patience_s)
+            self.seen.add_push(way, Push(bytes_per_s=rate))
 
     async def _narrow(self, way: Way) -> None:
-        """What size of packets comes through, where full-size ones do not."""
+        """What size of packets comes through, where full-size ones do not. These have another chance, with patience."""
         with contextlib.suppress(EndGoneError):
             for segment_bytes in SEGMENTS_TRIED:
                 if await self._pushed(way, seconds=PUSH_S, segment_bytes=segment_bytes) is not None:
-                    self.seen.push[way] = Push(segment_bytes_max=segment_bytes)
+                    await self._push(way, patience_s=LITTLE_PATIENCE_S)
+                    if self.seen.push[way].bytes_per_s is None:
+                        self.seen.push[way] = Push(segment_bytes_max=segment_bytes)
                     return
+            await self._push(way, patience_s=PATIENCE_S)
 
-    async def _pushed(self, way: Way, *, seconds: float, segment_bytes: int | None = None) -> float | None:
+    async def _pushed(
+        self, way: Way, *, seconds: float, segment_bytes: int | None = None, patience_s: float = 0.0
+    ) -> float | None:
         sender, receiver = way
         round_trip_s = self.seen.reach[way].round_trip_s or 0.0
         return await self._members[sender][1].push(
             self.seen.members[receiver],
             seconds=seconds,
-            limit_s=seconds + PUSH_LIMIT_S + PUSH_ROUND_TRIPS * round_trip_s,
+            limit_s=seconds + PUSH_LIMIT_S + patience_s + PUSH_ROUND_TRIPS * round_trip_s,
             segment_bytes=segment_bytes,
         )

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agents.mesh_ports import CHECK_PORTS
 from agents.probe_node import ProbeNode
-from agents.probing import CONNECT_LIMIT_S, ECHO_LIMIT_S, KEY_BYTES
+from agents.probing import CONNECT_LIMIT_S, ECHO_LIMIT_S, KEY_BYTES, PATIENT_LIMIT_S
 from coordinator.fleet import Looked, MachineFacts
 from coordinator.network_check import EndGoneError, check
 from coordinator.ray_call import ask_ray
@@ -85,9 +85,10 @@ class RayEnd:
         facts: MemberFacts = await self._answer(self._handle.start.remote(), START_LIMIT_S)
         return facts
 
-    async def reach(self, others: Sequence[MemberFacts]) -> Mapping[int, Reach]:
-        limit_s = CONNECT_LIMIT_S + ECHO_LIMIT_S + CALL_SLACK_S
-        found: Mapping[int, Reach] = await self._answer(self._handle.reach.remote(list(others)), limit_s)
+    async def reach(self, others: Sequence[MemberFacts], *, is_patient: bool = False) -> Mapping[int, Reach]:
+        limit_s = CONNECT_LIMIT_S + (PATIENT_LIMIT_S if is_patient else ECHO_LIMIT_S) + CALL_SLACK_S
+        asked = self._handle.reach.remote(list(others), is_patient)
+        found: Mapping[int, Reach] = await self._answer(asked, limit_s)
         return found
 
     async def heard(self) -> Collection[int]:

@@ -78,6 +78,11 @@ class Reach:
     def is_open(self) -> bool:
         return self.rendezvous is self.ephemeral is Dialled.ANSWERED
 
+    @property
+    def is_doubtful(self) -> bool:
+        """A machine that is too busy to answer looks like this too; its kernel makes connections for it."""
+        return not {self.rendezvous, self.ephemeral}.isdisjoint((Dialled.MUTE, Dialled.STRANGER))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
@@ -104,6 +109,9 @@ class Seen:
     push: dict[Way, Push] = field(default_factory=dict)
     heard: set[Way] = field(default_factory=set)
     """Ways that a datagram came along; a firewall may drop these and let connections be."""
+
+    confirmed: set[Way] = field(default_factory=set)
+    """Ways that were dialled with patience, since what had been seen of them was doubtful."""
 
     pushes: Counter[Way] = field(default_factory=Counter)
     """How often each way was measured."""

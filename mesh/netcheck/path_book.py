@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from mesh.netcheck.measurements import Seen, Way
-from mesh.netcheck.verdict import Finding
+from mesh.netcheck.verdict import Finding, is_sure
 
 LINES_MAX = 256
 NEVER_PASSED_MIN = 2
@@ -121,8 +121,8 @@ def _line(before: PathLine, seen: Seen, findings: Sequence[Finding], ways: set[W
     )
     if any(_works(seen, (a, b)) and _works(seen, (b, a)) for a, b in ways):
         return replace(line, passed=line.passed + 1, passed_at=at)
-    if all(_is_open(seen, way) and way not in seen.push for way in ways):
-        return before  # the check was over before anything could be said
+    if not all(is_sure(seen, way) for way in ways):
+        return before  # the check was over before it could be said
     return replace(line, failed=line.failed + 1, failed_at=at, fault=_fault(findings, ways))
 
 

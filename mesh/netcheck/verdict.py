@@ -24,7 +24,7 @@ SLOW_SHARE = 0.6
 """Below this share of the usual throughput a way is slow: a link at half its speed is."""
 USUAL_QUANTILE = 0.75
 """What three of four ways do not exceed is usual. Not the median: who is busy makes links seem slower, never faster."""
-SLOW_PUSHES_MIN, LOSSY_PUSHES_MIN = 3, 2
+SLOW_PUSHES_MIN, LOSSY_PUSHES_MIN = 3, 3
 """Of a way that was measured less often nothing bad is said."""
 SLOW_WAYS_MIN = 4
 """Fewer ways than this have no "usual" throughput."""
@@ -108,7 +108,7 @@ def _at_one_member(
 
 
 def _closed(seen: Seen) -> Iterator[Finding]:
-    closed = {way: reach for way, reach in seen.reach.items() if not reach.is_open}
+    closed = {way: reach for way, reach in seen.reach.items() if not reach.is_open and is_sure(seen, way)}
     for way in sorted(closed):
         back = way[1], way[0]
         if (
@@ -355,9 +355,18 @@ def _clocks(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def is_sure(seen: Seen, way: Way) -> bool:
+    """What was seen of it is enough to say something."""
+    reach, push = seen.reach.get(way), seen.push.get(way)
+    if reach is None:
+        return False
+    if not reach.is_open:
+        return not reach.is_doubtful or way in seen.confirmed
+    return push is not None and (push.bytes_per_s is not None or seen.pushes[way] >= LOSSY_PUSHES_MIN)
+
+
 def _unmeasured(seen: Seen) -> Iterator[Finding]:
-    measured = {way for way, reach in seen.reach.items() if way in seen.push or not reach.is_open}
-    missing = sorted(seen.asked - measured)
+    missing = sorted(way for way in seen.asked if not is_sure(seen, way))
     if missing:
         names = ", ".join(
             f"{seen.members[a].machine} to {seen.members[b].machine}" for a, b in missing[:TOLD_MAX]

@@ -58,3 +58,9 @@ def test_a_machine_whose_mesh_port_is_shut_to_the_others_is_found(lab: MeshLab) 
         assert lab.machine_on(one) is not None
     finally:
         lab.unwall(two)
+
+
+def test_a_gang_over_the_mesh_is_checked_first(lab: MeshLab) -> None:
+    lab.cli("run", "--nodes", "2", "--name", "pair", "--", "true")
+    [epoch] = lab.run("pair")["status"]["epochs"]
+    assert epoch["network"].startswith("2 machines reach each other: round trips up to "), epoch

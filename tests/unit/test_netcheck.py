@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from coordinator.network_check import check
 from mesh.netcheck.measurements import Dialled, MemberFacts, Reach, Seen, Way
 from mesh.netcheck.tournament import rounds, rounds_of
-from mesh.netcheck.verdict import Finding, FindingKind, judge
+from mesh.netcheck.verdict import Finding, FindingKind, is_sure, judge
 
 USUAL = 1e9
 OPEN = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.ANSWERED, round_trip_s=0.001, offset_s=0.0)
 SILENT = Reach(rendezvous=Dialled.SILENT, ephemeral=Dialled.SILENT)
+MUTE = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.MUTE)
 ONLY_RENDEZVOUS = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.SILENT)
 
 
@@ -55,8 +56,12 @@ class Network:
     busy: dict[Way, int] = field(default_factory=dict)
     """So many measurements of this way come out bad by chance."""
     heard: set[Way] = field(default_factory=set)
+    late: set[Way] = field(default_factory=set)
+    """Who answers along these ways is busy: nothing comes through but to those with patience."""
     hangs: set[int] = field(default_factory=set)
     limit_s: float | None = None
+    has_no_time: bool = False
+    """The time is over before anybody can be patient."""
     fresh: set[int] | None = None
     facts: Callable[[MemberFacts], MemberFacts] = lambda facts: facts
     asked: list[Way] = field(default_factory=list)
@@ -75,10 +80,16 @@ class End:
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
 
-    async def reach(self, others: Sequence[MemberFacts]) -> Mapping[int, Reach]:
+    async def reach(self, others: Sequence[MemberFacts], *, is_patient: bool = False) -> Mapping[int, Reach]:
         if self.rank in self.network.hangs:
             await asyncio.Event().wait()
-        return {other.rank: self.network.reach.get((self.rank, other.rank), OPEN) for other in others}
+        if is_patient and self.network.has_no_time:
+            await asyncio.Event().wait()
+        late = {receiver for sender, receiver in self.network.late if sender == self.rank and not is_patient}
+        return {
+            other.rank: MUTE if other.rank in late else self.network.reach.get((self.rank, other.rank), OPEN)
+            for other in others
+        }
 
     async def heard(self) -> set[int]:
         return {sender for sender, receiver in self.network.heard if receiver == self.rank}
@@ -182,7 +193,7 @@ def test_a_way_of_half_the_speed_is_a_warning(members: int) -> None:
     [finding] = network.findings()
     assert (finding.kind, finding.ranks, finding.is_fault) == (FindingKind.SLOW, (0, 1), False)
     assert "4.0 Gbit/s" in finding.message and "8.0 Gbit/s" in finding.message
-    assert network.asked.count((0, 1)) == 4, "nothing is said of one bad measurement"
+    assert network.asked.count((0, 1)) == 5, "nothing is said of one bad measurement"
 
 
 def test_a_member_of_half_the_speed_is_told_once() -> None:
@@ -191,9 +202,27 @@ def test_a_member_of_half_the_speed_is_told_once() -> None:
     assert "receives" in finding.message
 
 
-@pytest.mark.parametrize("bad_times", [1])
+@pytest.mark.parametrize("bad_times", [1, 2])
 def test_a_busy_moment_is_no_finding(bad_times: int) -> None:
     assert Network(8, busy={(0, 1): bad_times, (5, 2): bad_times}).findings() == []
+
+
+def test_who_is_busy_and_answers_late_is_looked_at_again_and_is_no_finding() -> None:
+    network = Network(8, late={(0, 1), (5, 2)})
+    assert network.findings() == []
+    assert {(0, 1), (5, 2)} <= set(network.asked), "and then its throughput too"
+
+
+def test_who_does_not_answer_those_with_patience_is_a_fault() -> None:
+    [finding] = Network(8, reach={(0, 1): MUTE}).findings()
+    assert (finding.kind, finding.ranks) == (FindingKind.PORT_CLOSED, (0, 1))
+    assert "takes the connection, and nothing comes through it" in finding.message
+
+
+def test_where_there_was_no_time_for_patience_nothing_bad_is_said() -> None:
+    [finding] = Network(8, reach={(0, 1): MUTE}, has_no_time=True, limit_s=0.5).findings()
+    assert (finding.kind, finding.is_fault) == (FindingKind.NOT_MEASURED, False)
+    assert "m0 to m1" in finding.message
 
 
 def test_two_members_have_no_usual_speed() -> None:
@@ -256,7 +285,7 @@ def test_any_subset_of_the_measurements_gives_a_verdict(data: st.DataObject) -> 
     for way in data.draw(st.lists(st.sampled_from(ways), unique=True)):
         seen.reach.pop(way, None)
         seen.push.pop(way, None)
-    missing = [w for w in ways if w not in seen.reach or (seen.reach[w].is_open and w not in seen.push)]
+    missing = [way for way in ways if not is_sure(seen, way)]
     findings = judge(seen)
     assert any(finding.kind is FindingKind.NOT_MEASURED for finding in findings) == bool(missing)
     assert [finding.is_fault for finding in findings] == sorted((f.is_fault for f in findings), reverse=True)

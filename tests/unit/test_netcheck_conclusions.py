@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -92,6 +93,7 @@ def look(places: str, *, bad: set[Way] = frozenset(), lossy: set[Way] = frozense
         asked=ways,
         reach={way: SILENT if way in bad else OPEN for way in ways},
         push={way: Push(bytes_per_s=None if way in lossy else 1e8) for way in ways - bad},
+        pushes=Counter(dict.fromkeys(ways - bad, 3)),
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ class End:
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire, self._rank = wire, rank
 
-    async def reach(self, others: Sequence[MemberFacts]) -> Mapping[int, Reach]:
+    async def reach(self, others: Sequence[MemberFacts], *, is_patient: bool = False) -> Mapping[int, Reach]:
         return {other.rank: self._wire.reach((self._rank, other.rank)) for other in others}
 
     async def heard(self) -> set[int]:
