@@ -24,7 +24,7 @@ from mesh.cli.output import end_of, lay_out, span
 from mesh.cli.run import RunOptions
 from mesh.cli.terminal import OutputClosedError, Terminal, printable
 from mesh.deployment import DeploymentRecord, process_started, read_record, state_folder, write_record
-from mesh.errors import DeploymentError, MeshError, SpecError
+from mesh.errors import DeploymentError, MeshError, NotFoundError, SpecError
 from mesh.spec import job_from_flags
 from mesh.submission import dry_run_answer, facts_for, prepare
 
@@ -403,3 +403,33 @@ def test_what_relays_carried_is_part_of_a_run_s_story() -> None:
         "  a and b through head: 512 B",
         "  a and b through relay-3: 3.0 MiB",
     ]
+
+
+@pytest.mark.parametrize("error", [None, NotFoundError("no relay"), DeploymentError("no mesh port")])
+async def test_a_relay_is_drained_by_its_name_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: MeshError | None
+) -> None:
+    class Client:
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def list_machines(self) -> list[dict[str, Any]]:
+            return []
+
+        async def reclaim(self, name: str, **_: Any) -> dict[str, Any]:
+            raise NotFoundError(f"no machine {name}")
+
+        async def remove_relay(self, name: str) -> None:
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(machines, "client_for", lambda state, url: Client())
+    drained = machines._drain("relay-1", 5.0, "", False, OutputFormat.TABLE, None, None)
+    if error is None:
+        assert await drained == 0
+        assert "relay-1" in capfd.readouterr().err
+    else:
+        with pytest.raises(NotFoundError, match="no machine relay-1"):
+            await drained
