@@ -22,13 +22,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from agents.raylet import MEMBER_WORKERS
 from coordinator.warm_workers import SpareWorkers, WorkerNode
 
 ANSWER_LIMIT_S = 3.0
 THREADS = 4
-START_MAX = 2 * MEMBER_WORKERS
-"""Whatever was counted: no more at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +37,8 @@ class NoAnswerError(Exception):
 class Raylets(Protocol):
     """What is asked of a raylet at host:port. Blocking; both raise NoAnswerError."""
 
-    def count_idle(self, raylet: str) -> int:
-        """Workers that wait there, and can become an actor."""
+    def idle(self, raylet: str) -> frozenset[bytes]:
+        """The ids of the workers that wait there, and can become an actor."""
 
     def start(self, raylet: str, count: int) -> None:
         """Lets it start so many; does not wait until they are up."""
@@ -104,30 +101,32 @@ class WorkerKeeper:
 
     async def _look(self, node: WorkerNode) -> None:
         ask = asyncio.get_running_loop().run_in_executor
+        missing = 0
         try:
-            idle = await ask(self._threads, self._raylets.count_idle, node.raylet)
-            missing = min(START_MAX, self._spares.counted(node.node_id, idle, time.monotonic()))
+            idle = await ask(self._threads, self._raylets.idle, node.raylet)
+            missing = self._spares.counted(node.node_id, idle, time.monotonic())
             if missing:
                 await ask(self._threads, self._raylets.start, node.raylet, missing)
         except NoAnswerError as error:
             _log.info("the raylet at %s: %s", node.raylet, error)
-            self._spares.not_counted(node.node_id, time.monotonic())
+            self._spares.no_answer(node.node_id, time.monotonic(), not_started=missing)
 
 
 class GrpcRaylets:
     """Real ones."""
 
-    def count_idle(self, raylet: str) -> int:
+    def idle(self, raylet: str) -> frozenset[bytes]:
         from ray.core.generated import common_pb2, node_manager_pb2
 
         answer = _call(raylet, "GetNodeStats", node_manager_pb2.GetNodeStatsRequest())
-        return sum(
-            stats.worker_type == common_pb2.WORKER
+        return frozenset(
+            stats.worker_id
+            for stats in answer.core_workers_stats
+            if stats.worker_type == common_pb2.WORKER
             and _is_nil(stats.job_id)
             and _is_nil(stats.actor_id)
             and not stats.num_executed_tasks
             and not stats.num_running_tasks
-            for stats in answer.core_workers_stats
         )
 
     def start(self, raylet: str, count: int) -> None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 HEAD_SPARES = 1
 MAKE_UP_S = 8.0
-COME_UP_S = 15.0
-"""From asking for workers until those that are not there then are taken for lost; on a busy machine a start is slow."""
+COME_UP_S = 60.0
+"""From asking for workers until those that are not there then are taken for lost: Ray gives up on one after as long."""
 CONFIRM_S = 2.0
 """Between two looks at whether they are there."""
 LOOK_AGAIN_S = 30.0
@@ -54,6 +54,8 @@ class _Care:
     """Workers that were asked for and not seen yet."""
     until_s: float = 0.0
     """Until when these count."""
+    idle: frozenset[bytes] = frozenset()
+    """Those that waited when it was last looked at."""
 
 
 @dataclass(slots=True)
@@ -91,14 +93,14 @@ class SpareWorkers:
             care.due_s = now_s + LOOK_AGAIN_S
         return [care.node for care in due]
 
-    def counted(self, node_id: str, idle: int, now_s: float) -> int:
-        """So many wait there. Returns how many are to be started."""
+    def counted(self, node_id: str, idle: frozenset[bytes], now_s: float) -> int:
+        """These wait there. Returns how many are to be started."""
         care = self._cares.get(node_id)
         if care is None:
             return 0
-        if idle >= care.node.wanted or care.until_s <= now_s:
-            care.coming = 0
-        missing = max(0, care.node.wanted - idle - care.coming)
+        care.coming = max(0, care.coming - len(idle - care.idle)) if now_s < care.until_s else 0
+        care.idle = idle
+        missing = max(0, care.node.wanted - len(idle) - care.coming)
         if missing:
             care.coming += missing
             care.until_s = now_s + COME_UP_S
@@ -106,10 +108,10 @@ class SpareWorkers:
             care.due_s = min(care.due_s, now_s + CONFIRM_S)
         return missing
 
-    def not_counted(self, node_id: str, now_s: float) -> None:
-        """The node did not answer, or could not start what was missing."""
+    def no_answer(self, node_id: str, now_s: float, *, not_started: int) -> None:
+        """The node could not be asked, or told to start so many."""
         if (care := self._cares.get(node_id)) is not None:
-            care.coming = 0
+            care.coming = max(0, care.coming - not_started)
             care.due_s = min(care.due_s, now_s + UNKNOWN_AGAIN_S)
 
     def next_due_s(self, *, busy: Container[str] = ()) -> float | None:

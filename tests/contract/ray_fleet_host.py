@@ -173,7 +173,7 @@ def _idle_workers(machine: str) -> int:
     from coordinator.ray_workers import GrpcRaylets
 
     node = _node(machine)
-    return GrpcRaylets().count_idle(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+    return len(GrpcRaylets().idle(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"))
 
 
 def _use_worker(machine: str) -> None:

@@ -18,18 +18,18 @@ class PlayedRaylets:
     """Each starts what it is told to, at once."""
 
     def __init__(self) -> None:
-        self.idle = {"a": 0, "b": 0}
+        self.waiting = {"a": 0, "b": 0}
         self.held = threading.Event()
         self.held.set()
 
-    def count_idle(self, raylet: str) -> int:
+    def idle(self, raylet: str) -> frozenset[bytes]:
         if raylet == "broken":
             raise NoAnswerError("connection refused")
         assert self.held.wait(LIMIT_S)
-        return self.idle[raylet]
+        return frozenset(b"%d" % number for number in range(self.waiting[raylet]))
 
     def start(self, raylet: str, count: int) -> None:
-        self.idle[raylet] += count
+        self.waiting[raylet] += count
 
 
 def nodes(*raylets: str) -> list[WorkerNode]:
@@ -59,33 +59,33 @@ async def test_every_node_has_its_workers_also_beside_a_broken_one(
     keeper: WorkerKeeper, raylets: PlayedRaylets
 ) -> None:
     keeper.seen(nodes("broken", "a", "b"))
-    await until(lambda: raylets.idle == {"a": 2, "b": 2})
+    await until(lambda: raylets.waiting == {"a": 2, "b": 2})
 
 
 async def test_a_use_is_made_up_for_when_the_machine_is_given_back(
     keeper: WorkerKeeper, raylets: PlayedRaylets
 ) -> None:
-    raylets.idle["a"] = 2
+    raylets.waiting["a"] = 2
     keeper.seen(nodes("a"))
     keeper.used("node-a", "member")
-    raylets.idle["a"] = 0
+    raylets.waiting["a"] = 0
     keeper.look_at("node-a")
-    await until(lambda: raylets.idle["a"] == 2)
+    await until(lambda: raylets.waiting["a"] == 2)
 
 
 async def test_what_changes_during_a_look_is_looked_at_after_it(
     keeper: WorkerKeeper, raylets: PlayedRaylets
 ) -> None:
-    raylets.idle["a"] = 2
+    raylets.waiting["a"] = 2
     raylets.held.clear()
     keeper.seen(nodes("a"))
     await until(lambda: "node-a" in keeper._looks)
     keeper.look_at("node-a")
     raylets.held.set()
     await until(lambda: not keeper._looks)
-    raylets.idle["a"] = 0
+    raylets.waiting["a"] = 0
     keeper.look_at("node-a")
-    await until(lambda: raylets.idle["a"] == 2)
+    await until(lambda: raylets.waiting["a"] == 2)
 
 
 async def test_closed_it_asks_nobody(raylets: PlayedRaylets) -> None:
