@@ -135,20 +135,21 @@ class Player:
         return self._report(word, plain, options, incarnation)
 
     def _verdict(self, word: str, plain: list[str], options: dict[str, str]) -> ev.NetworkChecked:
-        """`checked [slow]`, `unchecked`, `bad RANK…` (their machines cannot be worked with)."""
+        """`checked [slow]`, `unchecked`, `bad RANK… [machine=NAME]` (their machines cannot be worked with)."""
         number = int(options.get("number", self.core.gang.checks))
         if word == "unchecked":
             return ev.NetworkChecked(number=number, message="m1 has no probe.", is_performed=False)
         ranks = [Rank(int(rank)) for rank in plain] if word == "bad" else []
         seats = self.core.gang.seats
+        machines = {r: MachineName(options.get("machine", seats[r].machine)) for r in ranks}
         return ev.NetworkChecked(
             number=number,
             message=f"{len(ranks)} bad of {len(seats)} machines.",
             refusals=tuple(
                 ev.NetworkRefusal(
                     rank=rank,
-                    machine=seats[rank].machine,
-                    message=f"Nobody reaches {seats[rank].machine}.",
+                    machine=machines[rank],
+                    message=f"Nobody reaches {machines[rank]}.",
                     peers=(Rank(int(options["peer"])),) if "peer" in options else (),
                 )
                 for rank in ranks

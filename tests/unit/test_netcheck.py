@@ -15,11 +15,13 @@ from coordinator.network_check import check
 from mesh.netcheck.measurements import Dialled, MemberFacts, Reach, Seen, Way
 from mesh.netcheck.tournament import rounds, rounds_of
 from mesh.netcheck.verdict import Finding, FindingKind, is_sure, judge
+from mesh.states import Transport
 
 USUAL = 1e9
 OPEN = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.ANSWERED, round_trip_s=0.001, offset_s=0.0)
 SILENT = Reach(rendezvous=Dialled.SILENT, ephemeral=Dialled.SILENT)
 MUTE = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.MUTE)
+ALL_MUTE = Reach(rendezvous=Dialled.MUTE, ephemeral=Dialled.MUTE)
 ONLY_RENDEZVOUS = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.SILENT)
 
 
@@ -171,6 +173,25 @@ def test_a_member_that_nobody_reaches_is_told_once() -> None:
 def test_a_member_that_is_cut_off_is_told_in_both_directions_and_its_peers_are_not() -> None:
     reach = {way: SILENT for other in range(8) if other != 2 for way in ((other, 2), (2, other))}
     assert kinds(Network(8, reach=reach).findings()) == [(FindingKind.UNREACHABLE, (2,))] * 2
+
+
+def test_between_gateways_it_is_they_that_are_looked_at_and_not_ports() -> None:
+    def on_the_mesh(facts: MemberFacts) -> MemberFacts:
+        return replace(facts, path=Transport.RELAYED if facts.rank == 2 else Transport.DIRECT)
+
+    findings = Network(3, reach={(0, 1): ALL_MUTE, (1, 2): MUTE}, facts=on_the_mesh).findings()
+    assert kinds(findings) == [(FindingKind.ONE_WAY, (0, 1)), (FindingKind.PORT_CLOSED, (1, 2))]
+    first, second = findings
+    assert "the way through their gateways (direct) takes the connection, and nothing comes" in first.message
+    assert "the way through their gateways (relayed)" in second.message
+    assert "m1's gateway runs; where it is dialled directly, admit its mesh port" in first.hint
+
+
+def test_another_program_that_answers_is_told_as_one() -> None:
+    stranger = Reach(rendezvous=Dialled.STRANGER, ephemeral=Dialled.ANSWERED)
+    [finding] = Network(2, reach={(0, 1): stranger}).findings()
+    assert "is answered by another program" in finding.message
+    assert "a proxy, or a NAT" in finding.hint
 
 
 def test_packets_that_are_too_large_are_found_with_the_size_that_passes() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.errors import SpecError
-from mesh.netcheck import path_book
+from mesh.netcheck import path_book, words
 from mesh.netcheck.estimate import all_reduce_s, parse_model_size
 from mesh.netcheck.measurements import Dialled, MemberFacts, Push, Reach, Seen, Way
 from mesh.netcheck.path_book import PathBook, PathLine
@@ -214,3 +214,23 @@ def test_without_a_way_or_a_peer_there_is_no_all_reduce() -> None:
     for members, bytes_per_s in ((1, 1.0), (2, 0.0)):
         with pytest.raises(ValueError, match="two members"):
             all_reduce_s(1e9, members=members, bytes_per_s=bytes_per_s, round_trip_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0123, "12.3 ms"),
+        (1.5, "1.5 s"),
+        (112.0, "112 s"),
+        (168.0, "2.8 min"),
+        (8640.0, "2.4 h"),
+        (2e5, "2.31 days"),
+    ],
+)
+def test_the_length_of_an_all_reduce_is_told_in_a_fitting_unit(seconds: float, told: str) -> None:
+    assert words.length(seconds) == told
+
+
+def test_what_was_measured_is_told_by_its_extremes() -> None:
+    assert words.summary(look("ab")) == "round trips up to 10 ms, 800 Mbit/s or more"
+    assert words.summary(Seen()) == ""
