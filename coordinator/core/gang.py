@@ -423,9 +423,6 @@ class GangCore(LoneRanks):
             return
         if gang.state in ASSEMBLY_STATES:
             self._due.assembly = self._now.mono + gang.assembly_left_s
-        if gang.check is not None:
-            gang.check = None  # it ended with the crash
-            self._seat_members()
         if gang.failures:
             self._due.judgement = self._now.mono + blame.JUDGEMENT_WINDOW_S
         for member in gang.members.values():
@@ -433,6 +430,9 @@ class GangCore(LoneRanks):
                 self._effects.append(RevokeMember(incarnation=member.incarnation))
             elif member.phase is MemberPhase.ORDERED:
                 self._effects.append(self._call(member))
+        if gang.check is not None:
+            gang.check = None  # it ended with the crash
+            self._seat_members()
 
 
 _HANDLERS: Mapping[type[Any], Callable[[GangCore, Any], None]] = {
