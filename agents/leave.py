@@ -18,7 +18,7 @@ from pathlib import Path
 from agents.join import GOODBYE_LIMIT_S, GRACE_S_LARGEST
 from agents.machine_identity import forget_identity
 from agents.machine_state import LEAVING_NAME, LOCK_NAME
-from agents.relay_agent import leave_from_afar
+from agents.relay_leaving import leave_from_afar
 from mesh.errors import DeploymentError, MeshTimeoutError
 
 WAIT_LIMIT_S = GRACE_S_LARGEST + GOODBYE_LIMIT_S + 30.0

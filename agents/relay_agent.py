@@ -23,6 +23,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from agents.gateway import address_and_port, raise_descriptor_limit
 from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
 from agents.machine_state import LEAVING_NAME, claimed
 from agents.relay_folder import KnownRelay, RelayFolder
+from agents.relay_leaving import leave_head
 from mesh import __version__
 from mesh.errors import (
     AuthenticationError,
@@ -70,6 +72,8 @@ RENEW_BEFORE_S = 20 * 86400.0
 RENEW_AGAIN_S = 3600.0
 """Not more often than that, however long a certificate lasts."""
 GOODBYE_LIMIT_S = 10.0
+SAID_EVERY = 60
+"""Of failures alike, a few seconds apart, so many are one line in the log."""
 STREAMS_PER_MACHINE_MAX = 1024
 TOKEN_VARIABLE = "GANGMESH_JOIN_TOKEN"
 DEFAULT_STATE = Path("~/.gangmesh-relay")
@@ -102,6 +106,8 @@ class RelayAgent:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises when this relay is none any more."""
         self._reporting = asyncio.Lock()
+        self._failures: Counter[str] = Counter()
+        """Since it went well last."""
 
     def stop(self) -> None:
         self._stop.set()
@@ -269,6 +275,7 @@ class RelayAgent:
                             repeat_s=0.0,
                         )
                         pause_s = AGAIN_FIRST_S
+                        del self._failures["news"]
                         if not self._is_announced:  # it was started while the head was away
                             self._is_announced = True
                             await self._announce()
@@ -279,7 +286,7 @@ class RelayAgent:
                 self._over.set_exception(error)
                 return
             except (MeshError, OSError) as error:
-                _log.warning("no news from the head: %s", error)
+                self._say("news", f"no news from the head, asking again and again: {error}")
             await asyncio.sleep(pause_s)
             pause_s = min(AGAIN_MAX_S, pause_s * 2)
 
@@ -287,9 +294,9 @@ class RelayAgent:
         known, revoked = self._present(), [str(name) for name in news["revoked"]]
         if revoked == known.revoked and str(news["bundle"]) == known.bundle:
             return
-        await self._keep(replace(known, revoked=revoked, bundle=str(news["bundle"])))
-        if self._relay is not None:
+        if self._relay is not None:  # at once, also where the disk does not take it
             self._relay.revoke(_revocations(revoked))
+        await self._keep(replace(known, revoked=revoked, bundle=str(news["bundle"])))
 
     async def _renew(self) -> None:
         while True:
@@ -303,12 +310,10 @@ class RelayAgent:
                         f"/v1/relays/{known.name}/certificate",
                         body={"request": signing_request(key).decode()},
                     )
-            except MeshError as error:
+                renewed = replace(self._present(), key=key.decode(), certificate=str(answer["certificate"]))
+                await self._keep(renewed)
+            except (MeshError, OSError) as error:
                 _log.warning("no new certificate: %s", error)
-                continue
-            await self._keep(
-                replace(self._present(), key=key.decode(), certificate=str(answer["certificate"]))
-            )
 
     async def _keep(self, known: KnownRelay) -> None:
         """On disk, then in use."""
@@ -325,10 +330,16 @@ class RelayAgent:
             await self._count()
 
     async def _count(self) -> None:
+        """A disk that takes nothing stops no stream: the counts stay in memory."""
         relay = self._relay
         async with self._reporting:
-            if relay is not None and self._outbox.fill(relay.book):
+            if relay is None or not self._outbox.fill(relay.book):
+                return
+            try:
                 await self._folder.save_outbox(self._outbox)
+                del self._failures["counts"]
+            except OSError as error:
+                self._say("counts", f"what was carried is not on disk: {error}")
 
     async def _keep_reporting(self) -> None:
         said: dict[str, Any] = {}
@@ -336,8 +347,9 @@ class RelayAgent:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
                 said = await self._report(said)
+                del self._failures["reports"]
             except (MeshError, OSError) as error:
-                _log.info("what was carried is kept until the head takes it: %s", error)
+                self._say("reports", f"what was carried is kept until the head takes it: {error}")
 
     async def _report(self, said: dict[str, Any]) -> dict[str, Any]:
         """Everything that there is to say, when it is not what was said last. Raises MeshError, OSError."""
@@ -379,6 +391,12 @@ class RelayAgent:
 
     # ---- inside -----------------------------------------------------------------------------------
 
+    def _say(self, what: str, text: str) -> None:
+        """Into the log, the first of many alike."""
+        if self._failures[what] % SAID_EVERY == 0:
+            _log.warning("%s", text)
+        self._failures[what] += 1
+
     def _present(self) -> KnownRelay:
         assert self._known is not None
         return self._known
@@ -389,31 +407,6 @@ class RelayAgent:
 
 def _revocations(names: list[str]) -> Revocations:
     return Revocations(machines=frozenset(MachineName(name) for name in names))
-
-
-async def leave_head(known: KnownRelay) -> None:
-    """Its certificate is revoked. Raises MeshError."""
-    async with head_api(
-        HeadUrl.parse(known.head), bundle_pem=known.bundle.encode(), secret=known.secret
-    ) as api:
-        await api.call("POST", f"/v1/relays/{known.name}/leave", repeat_s=2.0)
-
-
-def leave_from_afar(path: Path) -> bool:
-    """`mesh leave` in the folder of a relay that does not run; False when it is no relay's. Raises DeploymentError."""
-    folder = RelayFolder(path)
-    known = folder.read_known()
-    if known is None:
-        return False
-    try:
-        asyncio.run(leave_head(known))
-        sys.stderr.write(f"The relay {known.name} has left. To take part again it needs a token.\n")
-    except MeshError as error:
-        sys.stderr.write(
-            f"The head was not told ({error.message}). There, `mesh drain {known.name}` revokes its certificate.\n"
-        )
-    folder.forget()
-    return True
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from agents import relay_agent
+from agents import relay_agent, relay_folder
 from agents.head_line import HeadUrl, head_api
 from agents.leave import leave
 from agents.machine_state import LEAVING_NAME
@@ -303,11 +304,11 @@ async def test_a_silent_relay_is_not_offered_any_more_until_it_asks_again(
         assert list(head.desk.relays.offered()) == ["relay-1"]
     await eventually(lambda: not head.desk._newsroom.is_followed(MachineName("relay-1")), "it to be gone")
     before = head.desk._newsroom.version()
-    monkeypatch.setattr(relay_desk, "SILENT_S", 0.0)
-    head.desk.relays.look()
-    assert (head.desk.relays.offered(), state_of(head, "relay-1")) == ({}, "Away")
-    assert head.desk._newsroom.version() != before, "machines are told"
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(relay_desk, "SILENT_S", 0.0)
+        head.desk.relays.look()
+        assert (head.desk.relays.offered(), state_of(head, "relay-1")) == ({}, "Away")
+        assert head.desk._newsroom.version() != before, "machines are told"
     async with running(agent(head, tmp_path / "r")):
         assert list(head.desk.relays.offered()) == ["relay-1"]
 
@@ -327,6 +328,34 @@ async def test_a_certificate_is_renewed_and_streams_go_on(
         assert read_certificate(made._present().certificate.encode()).identity == relay_identity("relay-1")
         stream.transport.write(b"x")
         await other.read(1)
+
+
+async def test_a_disk_that_takes_nothing_stops_no_stream_and_loses_no_count(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = agent(head, tmp_path / "r", await relay_token(head))
+    async with running(made) as name, hidden_pair(head) as pair:
+        tries: list[Path] = []
+
+        def full(path: Path, text: str) -> None:
+            tries.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(relay_folder, "_write", full)
+            stream, other = await pair.dial()
+            stream.transport.write(b"x" * 200_000)
+            await other.read(200_000)
+            _, life = await head.way(tmp_path / "m", await head.token())._asking.ask()
+            await head.desk.give_up([life.name])
+            assert made._relay is not None
+            gate = made._relay.gate
+            await eventually(lambda: gate.revoked.machines == {life.name}, "the relay to know all the same")
+            await eventually(lambda: len(tries) > 3, "it to try")
+            assert carried(head, name) == 0, "what is not on disk is not told"
+        await eventually(lambda: carried(head, name) > 200_000, "the head to know")
+        stream.transport.write(b"x")
+        await other.read(200_001)
 
 
 # ---- one identity twice -------------------------------------------------------------------------------
