@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from agents.raylet import CHECK_WORKERS, MEMBER_WORKERS
 from mesh.net import redirect
 from tests.e2e.real_mesh import wait_until
 from tests.lab.hosts import Host
@@ -159,10 +160,14 @@ def test_a_head_that_has_moved_is_found_by_who_is_told_where(lab: MeshLab) -> No
 
 def test_nothing_is_left_on_a_machine_whose_agent_was_killed(lab: MeshLab) -> None:
     host = lab.hosts[1]
+    wait_until(
+        lambda: len(host.processes("ray::IDLE")) >= MEMBER_WORKERS + CHECK_WORKERS,
+        "its workers to have started",
+    )
     agent = lab.agent(host)
     below = agent.children(recursive=True)
     agent.kill()
     lab._agents.pop(host.name).wait(10)
-    gone, alive = psutil.wait_procs(below, timeout=20)
-    assert not [process for process in alive if process.is_running()]
+    gone, alive = psutil.wait_procs(below, timeout=60)
+    assert not [process.cmdline() for process in alive if process.is_running()]
     assert gone
