@@ -255,9 +255,13 @@ async def test_a_relay_hears_of_revocations_and_of_nobody_s_place(head: HeadWorl
         gate = made._relay.gate
         await head.desk.give_up([life.name])
         await eventually(lambda: gate.revoked.machines == {life.name}, "the relay to know")
-        known = RelayFolder(tmp_path / "r").read_known()
-        assert known is not None
-        assert known.revoked == [life.name]
+
+        def on_disk() -> list[str]:
+            known = RelayFolder(tmp_path / "r").read_known()
+            assert known is not None
+            return known.revoked
+
+        await eventually(lambda: on_disk() == [life.name], "it to be on disk")
         assert set(head.desk.relays._news()) == {"version", "revoked", "bundle"}
         stream, _ = await pair.dial()
         made._relay.revoke(relay_agent._revocations(["b"]))
