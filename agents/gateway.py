@@ -67,8 +67,8 @@ from mesh.wire import FrameParser, encode_frame
 
 CONTROL_NAME = "gateway.sock"
 LOG_BYTES_MAX = 5_000_000
-CLIENTS_MAX = 8
-"""Agents at the control socket; there is one, and sometimes the next one."""
+CLIENTS_MAX = 32
+"""At the control socket: an agent, sometimes the next one, a member, and a head's probes."""
 READ_BYTES = 64 * 1024
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,14 @@ class GatewayProcess:
         (self._folder / CONTROL_NAME).unlink(missing_ok=True)
 
     async def perform(self, request: Request) -> Any:
-        """One request, to its end. Raises MeshError."""
+        """One request, to its end: one at a time, but for probes, which wait for machines. Raises MeshError."""
+        match request:
+            case Probe():
+                found = await self.gateway.probe(request.machine, request.addresses)
+                return [list(address) for address in found]
+            case ProbeRelay():
+                found = await self.gateway.probe_relay(request.relay, request.addresses)
+                return [list(address) for address in found]
         async with self._one_at_a_time:
             match request:
                 case SetIdentity():
@@ -166,12 +173,6 @@ class GatewayProcess:
                     self.gateway.set_api(ApiFront(credentials=request.credentials, target=request.target))
                 case CarryRelay():
                     self._carry_relay(request)
-                case Probe():
-                    found = await self.gateway.probe(request.machine, request.addresses)
-                    return [list(address) for address in found]
-                case ProbeRelay():
-                    found = await self.gateway.probe_relay(request.relay, request.addresses)
-                    return [list(address) for address in found]
                 case TakeReport():
                     return self._take_report(request)
                 case SourceOf():

@@ -11,10 +11,11 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ START_LOOK_S = 0.02
 STOP_GRACE_S = 8.0
 """It takes rules, device and addresses away: a few calls of `nft` and `ip`."""
 READY_LIMIT_S = 60.0
+ASIDE_MAX = 16
+"""Of `ask_aside` at a time; the gateway takes few connections."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.1, 5.0
 LIVED_LONG_S = 30.0
 """After a life as long as this the pauses begin anew."""
@@ -85,6 +88,7 @@ class GatewayKeeper:
         self._client: GatewayClient | None = None
         self._is_up = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._aside = asyncio.Semaphore(ASIDE_MAX)
         self.restarts = 0
 
     @property
@@ -118,18 +122,36 @@ class GatewayKeeper:
 
     async def ask(self, request: Request) -> Any:
         """Its answer, of the next gateway if this one dies meanwhile. Raises what it raised, MeshTimeoutError."""
+        async with self._ready_limit():
+            while True:
+                await self._is_up.wait()
+                client = self._client
+                assert client is not None
+                try:
+                    return await client.ask(request)
+                except TransportError:
+                    if client is self._client and self._child is not None:
+                        self._is_up.clear()
+                        await self._child.stop(grace_s=0.0)  # it is dead, or does not answer
+
+    async def ask_aside(self, request: Request) -> Any:
+        """The same for what waits for other machines, so that nothing else waits for it: on a line of its own.
+
+        Raises TransportError, too, when the gateway dies meanwhile.
+        """
+        async with self._ready_limit(), self._aside:
+            await self._is_up.wait()
+            client = await GatewayClient.connect(self.plan.socket)
+            try:
+                return await client.ask(request)
+            finally:
+                client.close()
+
+    @contextlib.asynccontextmanager
+    async def _ready_limit(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(READY_LIMIT_S):
-                while True:
-                    await self._is_up.wait()
-                    client = self._client
-                    assert client is not None
-                    try:
-                        return await client.ask(request)
-                    except TransportError:
-                        if client is self._client and self._child is not None:
-                            self._is_up.clear()
-                            await self._child.stop(grace_s=0.0)  # it is dead, or does not answer
+                yield
         except TimeoutError as error:
             raise MeshTimeoutError(
                 f"The gateway of {self.plan.machine} does not come up.",

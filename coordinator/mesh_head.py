@@ -195,13 +195,13 @@ class MeshHead:
     async def probe(
         self, machine: MachineName, addresses: Sequence[tuple[str, int]]
     ) -> list[tuple[str, int]]:
-        found = await self._gateway.ask(Probe(machine=machine, addresses=tuple(addresses)))
+        found = await self._gateway.ask_aside(Probe(machine=machine, addresses=tuple(addresses)))
         return [(str(host), int(port)) for host, port in found]
 
     async def probe_relay(
         self, relay: MachineName, addresses: Sequence[tuple[str, int]]
     ) -> list[tuple[str, int]]:
-        found = await self._gateway.ask(ProbeRelay(relay=relay, addresses=tuple(addresses)))
+        found = await self._gateway.ask_aside(ProbeRelay(relay=relay, addresses=tuple(addresses)))
         return [(str(host), int(port)) for host, port in found]
 
     def new_node_id(self) -> str:
