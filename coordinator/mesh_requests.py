@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,11 @@ from mesh.reasons import Reason
 
 def check_clock(request: Mapping[str, Any]) -> None:
     """Raises AuthenticationError (ClockSkew), SpecError."""
-    clock = request.get("clock")
-    if not isinstance(clock, int | float) or isinstance(clock, bool):
-        raise SpecError("A machine says what time it is there.", field="clock", got=str(clock)[:80])
+    clock = _number(request.get("clock"))
+    if clock is None:
+        raise SpecError(
+            "A machine says what time it is there.", field="clock", got=repr(request.get("clock"))[:80]
+        )
     now = wall_clock()
     if is_skewed(ours=clock, theirs=now):
         raise AuthenticationError(
@@ -29,4 +32,24 @@ def text_of(request: Mapping[str, Any], key: str) -> str:
     value = request.get(key)
     if not isinstance(value, str) or not value:
         raise SpecError(f"The request has no {key}.", field=key)
+    if not _is_utf8(value):  # JSON has escapes for what is no text
+        raise SpecError(f"{key} is no text.", field=key)
     return value
+
+
+def _number(value: Any) -> float | None:
+    """None for what is none, is not finite or is too large: JSON of Python's has them all."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

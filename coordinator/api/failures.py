@@ -82,7 +82,8 @@ def error_response(error: MeshError, *, request_id: str, status: int | None = No
 
 
 def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    # what was got may be half a surrogate pair, which has no UTF-8 form: it goes back as its JSON escape
+    return json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
 
 
 @web.middleware

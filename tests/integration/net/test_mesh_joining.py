@@ -39,6 +39,8 @@ from tests.mesh_head_world import TOKEN, HeadWorld, head_world
 from tests.net_world import DEPLOYMENT, eventually
 
 HOUR_S = 3600.0
+HALF_A_PAIR = "\ud800"
+"""JSON can say it, UTF-8 cannot."""
 
 
 @pytest.fixture
@@ -533,6 +535,11 @@ async def test_a_request_that_is_none_lets_nobody_in_and_is_no_fault_of_ours(hea
             {"again": {"name": "head", "secret": "x"}},
             {"token": None},
             {},
+            *[{"token": "x", "clock": clock} for clock in (1e400, 10**400, float("nan"))],
+            {"token": str(await head.token()), "nameHint": HALF_A_PAIR},
+            {"token": str(await head.token()), "request": HALF_A_PAIR},
+            {"again": {"name": HALF_A_PAIR, "secret": "x"}},
+            {"again": {"name": "head", "secret": HALF_A_PAIR}},
         ):
             with pytest.raises(MeshError) as raised:
                 await api.call("POST", "/v1/mesh/join", body={**good, **wrong})

@@ -473,6 +473,8 @@ async def test_a_request_that_is_none_makes_no_relay(head: HeadWorld, tmp_path: 
             {"again": "x"},
             {"again": {"name": "relay-1", "secret": "x"}},
             {"again": {"name": "Ä", "secret": "x"}},
+            {"again": {"name": "relay-1", "secret": "\ud800"}},
+            {"again": {"name": "relay-1", "secret": "x"}, "request": "\ud800"},
             {},
         ):
             with pytest.raises(MeshError) as raised:
