@@ -156,6 +156,8 @@ class MeshDesk:
         cluster = self._around.cluster()
         before = await self._admit(request)
         name = MachineName(f"{hint}-{await self._around.next_name_number()}")
+        if before is not None:  # a copy of its disk may have come back while the number was waited for
+            self._may_come_back(request)
         certificate = self._authority.sign_machine(text_of(request, "request").encode(), name)
         secret = secrets.token_hex(SECRET_BYTES)
         machine = self._books.machines.enter(name, secret, now=wall_clock())
@@ -178,10 +180,14 @@ class MeshDesk:
 
     async def _admit(self, request: Mapping[str, Any]) -> MachineName | None:
         """The machine that comes back; None for one that has shown a token, which is used up now."""
-        again = request.get("again")
-        if again is None:
+        if request.get("again") is None:
             await self._redeem(text_of(request, "token"), for_relay=False)
             return None
+        return self._may_come_back(request)
+
+    def _may_come_back(self, request: Mapping[str, Any]) -> MachineName:
+        """The machine that comes back. Raises SpecError, AuthenticationError, ConflictError."""
+        again = request.get("again")
         if not isinstance(again, dict):
             raise SpecError("`again` is the name and the secret of a machine.", field="again")
         name = MachineName(text_of(again, "name"))

@@ -189,6 +189,32 @@ async def test_a_copied_disk_is_told_so_and_joins_by_a_token_of_its_own(
     await head.desk.check(life.name, life.secret)  # the first one is still in
 
 
+async def test_a_copy_that_asks_in_the_same_moment_does_not_push_out_who_has_come_back(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await joined(head, tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    number, is_waiting, may_go_on = head.next_name_number, asyncio.Event(), asyncio.Event()
+
+    async def late_number() -> int:
+        is_waiting.set()
+        await may_go_on.wait()
+        return await number()
+
+    monkeypatch.setattr(head, "next_name_number", late_number)
+    copy = asyncio.create_task(head.way(tmp_path / "copy")._asking.ask())
+    async with asyncio.timeout(10.0):
+        await is_waiting.wait()
+    monkeypatch.setattr(head, "next_name_number", number)
+    _, life = await head.way(tmp_path / "m")._asking.ask()
+    await head.desk.check(life.name, life.secret)  # it speaks
+    may_go_on.set()
+    with pytest.raises(AuthenticationError) as raised:
+        await copy
+    assert raised.value.reason is Reason.IDENTITY_COPIED
+    await head.desk.check(life.name, life.secret)  # and is still in
+
+
 async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
     head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
