@@ -245,11 +245,10 @@ class MeshWay:
                         f"/v1/machines/{life.name}/certificate",
                         body={"request": signing_request(key).decode()},
                     )
-            except MeshError as error:  # there are two more such periods
+                life.key_pem, life.certificate_pem = key, str(answer["certificate"]).encode()
+                await self._tell_identity(life, gateway)
+            except MeshError as error:  # there are more such periods in a certificate's life
                 _log.warning("no new certificate: %s", error)
-                continue
-            life.key_pem, life.certificate_pem = key, str(answer["certificate"]).encode()
-            await self._tell_identity(life, gateway)
 
     def _end(self, why: str) -> None:
         if self._over is not None and not self._over.done():

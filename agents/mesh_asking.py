@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
 from agents.head_line import ask_trust, head_api
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import KnownIdentity, read_identity, write_identity
@@ -22,9 +23,6 @@ from mesh.net.clock import wall_clock
 from mesh.reasons import Reason
 
 JOIN_LIMIT_S = 30.0
-IN_USE_LIMIT_S = 60.0
-"""How long a head may believe that this machine is still there, whose connection was cut without a word: 30 s."""
-IN_USE_AGAIN_S = 2.0
 ANEW = (Reason.UNAUTHENTICATED, Reason.IDENTITY_COPIED, Reason.IDENTITY_IN_USE)
 """A machine that is refused for one of these joins anew, when it has a token."""
 
@@ -85,18 +83,10 @@ class Asking:
         self, known: KnownIdentity, *, patience_s: float
     ) -> tuple[dict[str, Any], Membership]:
         """A machine that was cut off by its death may still be there for its head: it is waited for."""
-        deadline = asyncio.get_running_loop().time() + patience_s
-        while True:
-            try:
-                return await self._ask_with(
-                    {"again": {"name": known.name, "secret": known.secret}}, known.bundle.encode()
-                )
-            except ConflictError as error:
-                late = asyncio.get_running_loop().time() > deadline
-                if error.reason is not Reason.IDENTITY_IN_USE or late:
-                    raise
-                _log.info("%s Asking again.", error.message)
-                await asyncio.sleep(IN_USE_AGAIN_S)
+        again = {"again": {"name": known.name, "secret": known.secret}}
+        return await ask_until_free(
+            lambda: self._ask_with(again, known.bundle.encode()), patience_s=patience_s
+        )
 
     async def _ask_with(
         self, credentials: Mapping[str, Any], authority_pem: bytes

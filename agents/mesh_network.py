@@ -46,6 +46,8 @@ SIGN_LIMIT_S = 60.0
 SIGN_AGAIN_S = 0.5
 BREAK_EXPLAINS_S = 10.0
 """For so long a broken path explains whatever the command ends of; later only its complaints about peers."""
+RENEW_PART, RENEW_AGAIN_PART = 1 / 2, 1 / 16
+"""Of a certificate's time: until it is renewed, and between tries that fail."""
 RENEW_AGAIN_S = 0.5
 """The least between two renewals."""
 CLOSE_LIMIT_S = 5.0
@@ -170,16 +172,18 @@ class MeshNetwork:
         return Host(credentials=self._credentials, deliver_to=_overlay(self._facts.address))
 
     async def _renew(self, order: JoinOrder) -> None:
-        """A new certificate when half of the old one's time is over; what fails is tried again."""
+        """A new certificate when half of the old one's time is over; what fails is tried again well before its end."""
         assert self._credentials is not None and self._line is not None
-        shown = read_certificate(self._credentials.certificate_pem)
+        shown, part = read_certificate(self._credentials.certificate_pem), RENEW_PART
         while True:
             ttl_s = shown.not_after - shown.not_before - SKEW_MAX_S  # it begins so long before it is signed
-            await asyncio.sleep(max(RENEW_AGAIN_S, ttl_s / 2))
+            await asyncio.sleep(max(RENEW_AGAIN_S, ttl_s * part))
             try:
                 shown = await self._certify(order)
                 await self._line.tell(self._host())
+                part = RENEW_PART
             except MeshError as error:
+                part = RENEW_AGAIN_PART
                 _log.error("the certificate of %s is not renewed: %s", order.incarnation, error)
 
     async def _open_firewall(self, order: JoinOrder, path: Path) -> OpenPath:

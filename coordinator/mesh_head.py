@@ -251,9 +251,9 @@ class MeshHead:
     async def _keep_certificates(self) -> None:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            own, api = self._authority.machine_credentials(HEAD), self._authority.api_credentials()
             try:
+                own, api = self._authority.machine_credentials(HEAD), self._authority.api_credentials()
                 await self._gateway.tell(SetIdentity(credentials=own))
                 await self._gateway.tell(SetApi(credentials=api, target=self._api))
-            except MeshError as error:  # tomorrow again: they last for weeks
-                _log.error("the gateway did not take its new certificates: %s", error)
+            except MeshError as error:  # there are more such periods in a certificate's life
+                _log.error("the gateway did not get new certificates: %s", error)

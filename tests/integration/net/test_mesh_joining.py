@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from agents import head_line, mesh_asking
+from agents import coming_back, head_line, join_mesh, mesh_asking
 from agents.gateway_keeper import GatewayKeeper
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
@@ -23,6 +23,7 @@ from mesh.errors import (
     AuthenticationError,
     ConflictError,
     MeshError,
+    MeshTimeoutError,
     NotFoundError,
     SpecError,
     TransportError,
@@ -504,7 +505,7 @@ async def test_a_token_in_a_unit_file_that_has_been_used_is_no_reason_to_stay_ou
     head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine lost its power: its head believes for half a minute that it is there, and its token is used."""
-    monkeypatch.setattr(mesh_asking, "IN_USE_AGAIN_S", 0.05)
+    monkeypatch.setattr(coming_back, "IN_USE_AGAIN_S", 0.05)
     token = await head.token()
     way = head.way(tmp_path / "m", token)
     answer, life = await way._asking.ask()
@@ -569,7 +570,7 @@ async def test_a_request_that_is_none_lets_nobody_in_and_is_no_fault_of_ours(hea
         ):
             with pytest.raises(MeshError) as raised:
                 await api.call("POST", "/v1/mesh/join", body={**good, **wrong})
-            assert raised.value.reason is not Reason.INTERNAL
+            assert raised.value.reason is not Reason.INTERNAL, wrong
     assert list(head.desk.places()) == [HEAD]
 
 
@@ -596,6 +597,31 @@ async def test_a_client_elsewhere_knows_the_head_by_its_authority(
         monkeypatch.setenv("GANGMESH_AUTHORITY", str(wrong))
         with pytest.raises(AuthenticationError):
             connect(url=head.url.url, token=TOKEN)
+
+
+async def test_a_gateway_that_does_not_take_a_certificate_gets_the_next_one(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_mesh, "RENEW_EVERY_S", 0.0)
+    way = head.way(tmp_path / "m", await head.token())
+    _, life = await way._asking.ask()
+    has_taken = asyncio.Event()
+
+    class Gateway:
+        is_up = False
+
+        async def tell(self, request: Any) -> None:
+            if self.is_up:
+                has_taken.set()
+            self.is_up = True
+            raise MeshTimeoutError("The gateway does not come up.", timeout_s=60.0)
+
+    renewing = asyncio.create_task(way._renew(life, cast(GatewayKeeper, Gateway())))
+    taking = asyncio.create_task(has_taken.wait())
+    await asyncio.wait([renewing, taking], return_when=asyncio.FIRST_COMPLETED, timeout=10.0)
+    assert has_taken.is_set() and not renewing.done()
+    renewing.cancel()
+    await asyncio.wait([renewing])
 
 
 async def test_a_renewed_certificate_is_of_the_same_machine(head: HeadWorld, tmp_path: Path) -> None:
