@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mesh.errors import DeploymentError
+from mesh.private_files import write_private
 from mesh.reasons import Reason
 
 FILE_NAME = "identity.json"
@@ -44,14 +44,7 @@ def read_identity(folder: Path) -> KnownIdentity | None:
 
 def write_identity(folder: Path, identity: KnownIdentity) -> None:
     """Whole or not at all; on disk when it returns. Raises OSError."""
-    path = folder / FILE_NAME
-    draft = path.with_name(f".{FILE_NAME}.{os.getpid()}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(identity), file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_private(folder / FILE_NAME, json.dumps(asdict(identity)))
 
 
 def forget_identity(folder: Path) -> None:

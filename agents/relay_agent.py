@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from typing import Any
 
 import uvloop
 
+from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
 from agents.gateway import address_and_port, raise_descriptor_limit
 from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
 from agents.machine_state import LEAVING_NAME, claimed
@@ -61,9 +63,6 @@ from mesh.reasons import Reason
 JOIN_LIMIT_S = 30.0
 FOLLOW_LIMIT_S = 40.0
 """The head answers within 20 s when there is nothing new."""
-IN_USE_LIMIT_S = 60.0
-"""How long a head may believe that this relay is still there, whose connection was cut without a word: 30 s."""
-IN_USE_AGAIN_S = 2.0
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.5, 10.0
 COUNT_EVERY_S = 1.0
 REPORT_EVERY_S = 5.0
@@ -108,6 +107,7 @@ class RelayAgent:
         self._reporting = asyncio.Lock()
         self._failures: Counter[str] = Counter()
         """Since it went well last."""
+        self._keeping = asyncio.Lock()
 
     def stop(self) -> None:
         self._stop.set()
@@ -203,18 +203,10 @@ class RelayAgent:
         return await self._ask_with({"token": str(token)}, authority)
 
     async def _ask_again(self, known: KnownRelay) -> KnownRelay:
-        deadline = asyncio.get_running_loop().time() + IN_USE_LIMIT_S
-        while True:
-            try:
-                return await self._ask_with(
-                    {"again": {"name": known.name, "secret": known.secret}}, known.bundle.encode()
-                )
-            except ConflictError as error:
-                late = asyncio.get_running_loop().time() > deadline
-                if error.reason is not Reason.IDENTITY_IN_USE or late:
-                    raise
-                _log.info("%s Asking again.", error.message)
-                await asyncio.sleep(IN_USE_AGAIN_S)
+        again = {"again": {"name": known.name, "secret": known.secret}}
+        return await ask_until_free(
+            lambda: self._ask_with(again, known.bundle.encode()), patience_s=IN_USE_LIMIT_S
+        )
 
     async def _ask_with(self, credentials: dict[str, Any], authority_pem: bytes) -> KnownRelay:
         key = new_key_pem()
@@ -238,7 +230,7 @@ class RelayAgent:
             certificate=str(answer["certificate"]),
             revoked=[str(name) for name in news["revoked"]],
         )
-        await asyncio.to_thread(self._folder.write_known, known)
+        await self._folder.save_known(known)
         self._is_announced = True
         return known
 
@@ -259,6 +251,16 @@ class RelayAgent:
                 reason=Reason.UNREACHABLE,
             )
 
+    async def _announce_late(self) -> None:
+        """It was started while the head was away. Raises MeshError when the head does not say whether it can dial."""
+        try:
+            await self._announce()
+        except DeploymentError as error:
+            if error.reason is not Reason.UNREACHABLE:
+                raise
+            _log.error("%s", error)
+        self._is_announced = True
+
     # ---- life -------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
@@ -276,9 +278,8 @@ class RelayAgent:
                         )
                         pause_s = AGAIN_FIRST_S
                         del self._failures["news"]
-                        if not self._is_announced:  # it was started while the head was away
-                            self._is_announced = True
-                            await self._announce()
+                        if not self._is_announced:
+                            await self._announce_late()
                         if str(news["version"]) != version:
                             await self._hear(news)
                             version = str(news["version"])
@@ -296,7 +297,7 @@ class RelayAgent:
             return
         if self._relay is not None:  # at once, also where the disk does not take it
             self._relay.revoke(_revocations(revoked))
-        await self._keep(replace(known, revoked=revoked, bundle=str(news["bundle"])))
+        await self._keep(revoked=revoked, bundle=str(news["bundle"]))
 
     async def _renew(self) -> None:
         while True:
@@ -310,17 +311,19 @@ class RelayAgent:
                         f"/v1/relays/{known.name}/certificate",
                         body={"request": signing_request(key).decode()},
                     )
-                renewed = replace(self._present(), key=key.decode(), certificate=str(answer["certificate"]))
-                await self._keep(renewed)
+                await self._keep(key=key.decode(), certificate=str(answer["certificate"]))
             except (MeshError, OSError) as error:
                 _log.warning("no new certificate: %s", error)
 
-    async def _keep(self, known: KnownRelay) -> None:
-        """On disk, then in use."""
-        await asyncio.to_thread(self._folder.write_known, known)
-        before, self._known = self._present(), known
-        if self._relay is not None and known.credentials != before.credentials:
-            self._relay.set_identity(known.credentials)
+    async def _keep(self, **changes: Any) -> None:
+        """On disk, then in use. One after the other: each changes what the one before has left."""
+        async with self._keeping:
+            before = self._present()
+            known = replace(before, **changes)
+            await self._folder.save_known(known)
+            self._known = known
+            if self._relay is not None and known.credentials != before.credentials:
+                self._relay.set_identity(known.credentials)
 
     # ---- what was carried -------------------------------------------------------------------------
 
@@ -426,8 +429,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_settings(options: argparse.Namespace, token: str | None) -> RelaySettings:
     """Raises SpecError."""
-    import ipaddress
-
     if options.public_address:
         try:
             ipaddress.ip_address(options.public_address)

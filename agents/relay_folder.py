@@ -7,10 +7,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import os
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from mesh.errors import DeploymentError, RemoteProtocolError
 from mesh.net.relay_outbox import Outbox
 from mesh.net.tls import Credentials
+from mesh.private_writer import PrivateWriter
 from mesh.reasons import Reason
 
 KNOWN_NAME = "relay.json"
@@ -50,10 +49,11 @@ class KnownRelay:
 
 
 class RelayFolder:
-    """One relay's. Blocking but for `save_outbox`."""
+    """One relay's. What reads blocks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._writer = PrivateWriter()
 
     def read_known(self) -> KnownRelay | None:
         """None when it has never taken part, or has left. Raises DeploymentError when it cannot be read."""
@@ -70,9 +70,9 @@ class RelayFolder:
                 path=str(path),
             ) from error
 
-    def write_known(self, known: KnownRelay) -> None:
+    async def save_known(self, known: KnownRelay) -> None:
         """Raises OSError."""
-        _write(self.path / KNOWN_NAME, json.dumps(asdict(known)))
+        await self._writer.write(self.path / KNOWN_NAME, json.dumps(asdict(known)))
 
     def read_outbox(self) -> Outbox:
         """A new one where there is none, or it is damaged: what was not told yet is lost then. Raises OSError."""
@@ -87,20 +87,9 @@ class RelayFolder:
 
     async def save_outbox(self, outbox: Outbox) -> None:
         """Raises OSError."""
-        text = json.dumps(outbox.to_json())
-        await asyncio.to_thread(_write, self.path / OUTBOX_NAME, text)
+        await self._writer.write(self.path / OUTBOX_NAME, json.dumps(outbox.to_json()))
 
     def forget(self) -> None:
         """It is no relay any more. Raises OSError."""
         for name in (KNOWN_NAME, OUTBOX_NAME):
             (self.path / name).unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

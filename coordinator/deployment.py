@@ -26,6 +26,7 @@ from pathlib import Path
 
 from mesh.deployment import LOCK_NAME, STATE_VARIABLE
 from mesh.errors import DeploymentError, MeshError, SpecError, StorageError
+from mesh.private_files import write_private
 from mesh.reasons import Reason
 
 MACHINES_MAX = 64
@@ -300,17 +301,6 @@ def storage_error(path: Path, error: OSError) -> MeshError:
         reason=Reason.STATE_NOT_WRITABLE,
         path=str(path),
     )
-
-
-def write_private(path: Path, text: str) -> None:
-    """The whole text or nothing, for the owner only."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _remove_ours(folder: Path) -> None:

@@ -9,7 +9,6 @@ Rules of this file:
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from mesh.net.authority import (
 from mesh.net.clock import wall_clock
 from mesh.net.identity import MachineIdentity, MemberIdentity, RelayIdentity
 from mesh.net.tls import API_NAME, Credentials
+from mesh.private_files import write_private
 from mesh.reasons import Reason
 
 MACHINE_CERTIFICATE_S = 2 * 86400.0
@@ -51,9 +51,9 @@ class MeshAuthority:
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             rotation = Rotation(signing=new_authority(deployment, now=wall_clock()))
-            _write(path, _to_json(deployment, rotation))
+            write_private(path, _to_json(deployment, rotation))
         made = cls.open(state_path)
-        _write(path.with_name(BUNDLE_NAME), made.bundle_pem().decode())
+        write_private(path.with_name(BUNDLE_NAME), made.bundle_pem().decode())
         return made
 
     @classmethod
@@ -164,13 +164,3 @@ def _from_json(text: str) -> tuple[Rotation, str]:
         promoted_at=float(data["promoted_at"]),
     )
     return rotation, deployment
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

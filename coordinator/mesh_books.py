@@ -11,12 +11,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from coordinator.deployment import state_errors, write_private
+from coordinator.deployment import state_errors
 from coordinator.mesh_machines import MeshMachines
 from coordinator.mesh_relays import MeshRelays
 from coordinator.relay_ledger import RelayLedger
 from mesh.errors import DeploymentError
 from mesh.net.tokens import TokenBook, TokenRecord
+from mesh.private_writer import PrivateWriter
 from mesh.reasons import Reason
 
 MACHINES_NAME = "mesh-machines.json"
@@ -35,6 +36,7 @@ class MeshBooks:
         self.tokens = TokenBook()
         self.relays = MeshRelays()
         self.ledger = RelayLedger()
+        self._writer = PrivateWriter()
 
     def load(self) -> None:
         """Blocking; once."""
@@ -58,18 +60,17 @@ class MeshBooks:
                 path=str(self._path),
             ) from error
 
-    def text(self, name: str) -> str:
-        """What is to be written under this name."""
+    async def save(self, name: str) -> None:
+        """The book of this name, as it is now; on disk when it returns."""
+        with state_errors(self._path):
+            await self._writer.write(self._path / name, self._text(name))
+
+    def _text(self, name: str) -> str:
         if name == TOKENS_NAME:
             return json.dumps([asdict(record) for record in self.tokens.records.values()])
         if name == MACHINES_NAME:
             return json.dumps(self.machines.to_json())
         return json.dumps(self.relays.to_json() if name == RELAYS_NAME else self.ledger.to_json())
-
-    def write(self, name: str, text: str) -> None:
-        """Blocking; whole or not at all."""
-        with state_errors(self._path):
-            write_private(self._path / name, text)
 
     def _read(self, name: str) -> str | None:
         with state_errors(self._path):

@@ -13,7 +13,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +98,6 @@ class MeshDesk:
         self._newsroom = MeshNewsroom(
             changes=lambda: books.machines.version + self.relays.changes, on_change=on_change
         )
-        self._writing = asyncio.Lock()
         self.relays = RelayDesk(
             books=books,
             authority=authority,
@@ -107,7 +105,7 @@ class MeshDesk:
             newsroom=self._newsroom,
             redeem=lambda text: self._redeem(text, for_relay=True),
             revoked=self.revoked,
-            save=self._save,
+            save=books.save,
         )
 
     # ---- tokens -----------------------------------------------------------------------------------
@@ -124,7 +122,7 @@ class MeshDesk:
         record = self._books.tokens.add(
             token, now=wall_clock(), ttl_s=TTL_S if ttl_s is None else ttl_s, for_relay=for_relay
         )
-        await self._save(TOKENS_NAME)
+        await self._books.save(TOKENS_NAME)
         return str(token), _facts(record)
 
     def list_tokens(self) -> list[JoinTokenFacts]:
@@ -133,7 +131,7 @@ class MeshDesk:
     async def revoke_token(self, token_id: str) -> JoinTokenFacts:
         """Raises NotFoundError, ConflictError, StorageError."""
         record = self._books.tokens.revoke(token_id, now=wall_clock())
-        await self._save(TOKENS_NAME)
+        await self._books.save(TOKENS_NAME)
         return _facts(record)
 
     # ---- machines ---------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ class MeshDesk:
         machine = self._books.machines.enter(name, secret, now=wall_clock())
         if before is not None:
             self._books.machines.succeed(before, name, now=wall_clock())
-        await self._save(MACHINES_NAME)
+        await self._books.save(MACHINES_NAME)
         self._newsroom.tell()
         node_id = self._around.new_node_id()
         return {
@@ -199,7 +197,7 @@ class MeshDesk:
         """The token is used up. Raises SpecError, AuthenticationError, StorageError."""
         token = JoinToken.parse(text)
         self._books.tokens.redeem(token.id, token.secret, now=wall_clock(), for_relay=for_relay)
-        await self._save(TOKENS_NAME)
+        await self._books.save(TOKENS_NAME)
 
     async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> MeshNews:
         """What is new since `after`; waits for it, for a while. `is_gone`: who asked does not wait any more.
@@ -234,7 +232,7 @@ class MeshDesk:
             asked.append((source, port))
         found = await self._around.probe(machine.name, asked) if asked else []
         self._books.machines.place(machine.name, tuple(found))
-        await self._save(MACHINES_NAME)
+        await self._books.save(MACHINES_NAME)
         self._newsroom.tell()
         return found
 
@@ -260,7 +258,7 @@ class MeshDesk:
             if self._books.machines.leave(MachineName(name), now=wall_clock(), for_good=for_good)
         ]
         if left:
-            await self._save(MACHINES_NAME)
+            await self._books.save(MACHINES_NAME)
             self._newsroom.tell()
 
     def unheard(self, *, older_than_s: float) -> list[MachineName]:
@@ -286,7 +284,7 @@ class MeshDesk:
         known = self._books.machines.machines.get(MachineName(name))
         machine = self._books.machines.check(MachineName(name), secret)
         if known is not machine:
-            await self._save(MACHINES_NAME)
+            await self._books.save(MACHINES_NAME)
         return machine
 
     def _news(self) -> MeshNews:
@@ -307,10 +305,6 @@ class MeshDesk:
             "bundle": self._authority.bundle_pem().decode(),
             "cluster": self._around.cluster().id,
         }
-
-    async def _save(self, name: str) -> None:
-        async with self._writing:
-            await asyncio.to_thread(self._books.write, name, self._books.text(name))
 
 
 def _facts(record: TokenRecord) -> JoinTokenFacts:

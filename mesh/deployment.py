@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mesh.errors import DeploymentError, SpecError
+from mesh.private_files import write_private
 from mesh.reasons import Reason
 
 STATE_VARIABLE = "GANGMESH_STATE"
@@ -118,14 +119,7 @@ def read_record(state: Path) -> DeploymentRecord | None:
 
 def write_record(state: Path, record: DeploymentRecord) -> None:
     """Puts the record in place at once and for its owner only. Raises OSError."""
-    path = state / RECORD_NAME
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(record), file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    write_private(state / RECORD_NAME, json.dumps(asdict(record)))
 
 
 def live_record(state: Path) -> DeploymentRecord | None:

@@ -24,6 +24,7 @@ from mesh.net.authority import (
 )
 from mesh.net.identity import MachineIdentity, MemberIdentity
 from mesh.net.tls import API_NAME, api_context, server_context
+from mesh.private_files import write_private
 from mesh.reasons import Reason
 
 M = MachineName("machine-1")
@@ -72,7 +73,7 @@ def test_a_rotation_by_another_process_is_seen(tmp_path: Path) -> None:
     rotation, deployment = mesh_authority._from_json(path.read_text())
     now = time.time()
     turned: Rotation = rotation.introduce(new_authority("d", now=now)).promote(now=now)
-    mesh_authority._write(path, mesh_authority._to_json(deployment, turned))
+    write_private(path, mesh_authority._to_json(deployment, turned))
     assert authority.fingerprint() == fingerprint(turned.signing.certificate_pem) != old
     assert authority.bundle_pem() == turned.bundle_pem()
     again, _ = mesh_authority._from_json(path.read_text())

@@ -1,0 +1,49 @@
+"""Files for their owner only: whole, private, and the last one asked for stays."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from mesh import private_writer
+from mesh.private_files import write_private
+from mesh.private_writer import PrivateWriter
+
+
+def test_a_file_is_its_owner_s_and_no_draft_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("old")
+    path.chmod(0o644)
+    write_private(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_what_was_begun_by_who_was_cancelled_does_not_overwrite_what_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, has_begun, may_end = tmp_path / "book", asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(path: Path, text: str) -> None:
+        if text == "first":
+            loop.call_soon_threadsafe(has_begun.set)
+            assert may_end.wait(timeout=10.0)
+        write_private(path, text)
+
+    monkeypatch.setattr(private_writer, "write_private", slow)
+    writer = PrivateWriter()
+    first = asyncio.create_task(writer.write(path, "first"))
+    async with asyncio.timeout(10.0):
+        await has_begun.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(writer.write(path, "second"))
+        await asyncio.sleep(0)
+        may_end.set()
+        await second
+    assert path.read_text() == "second"
