@@ -22,14 +22,13 @@ from mesh.errors import InternalError, MeshError, MeshTimeoutError, TransportErr
 from mesh.ids import Incarnation, MachineName
 from mesh.messages import COORDINATOR_NAME, MemberReport
 from mesh.netcheck.limits import CHECK_CALL_LIMIT_S
+from mesh.network_resources import NetworkReport, ProviderPath
 from mesh.resources import (
     Attempt,
     DeploymentStatus,
     Event,
     Harm,
     Machine,
-    NetworkReport,
-    ProviderPath,
     Run,
 )
 

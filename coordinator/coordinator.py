@@ -41,6 +41,7 @@ from coordinator.rehearsal import harm_order, harm_resource
 from mesh.errors import ConflictError, MeshError, NotFoundError, StorageError
 from mesh.ids import MachineName, Rank, RunUid, new_run_uid, new_token
 from mesh.messages import JoinOrder, MemberReport
+from mesh.network_resources import NetworkReport, ProviderPath
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.resources import (
@@ -49,8 +50,6 @@ from mesh.resources import (
     Event,
     Harm,
     Machine,
-    NetworkReport,
-    ProviderPath,
     Run,
 )
 from mesh.selectors import JOB_LABEL

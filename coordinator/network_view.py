@@ -10,7 +10,7 @@ from mesh.netcheck.estimate import all_reduce_s
 from mesh.netcheck.measurements import Seen, Way
 from mesh.netcheck.path_book import PathLine
 from mesh.netcheck.verdict import Finding, FindingKind
-from mesh.resources import NetworkFinding, NetworkReport, NetworkWay, ProviderPath
+from mesh.network_resources import NetworkFinding, NetworkReport, NetworkWay, ProviderPath
 
 
 def report(

@@ -27,7 +27,7 @@ from mesh.netcheck.path_book import PathBook
 from mesh.netcheck.refusals import refusals
 from mesh.netcheck.verdict import Finding, judge
 from mesh.netcheck.words import summary
-from mesh.resources import NetworkReport, ProviderPath
+from mesh.network_resources import NetworkReport, ProviderPath
 
 KEPT_AS = "paths"
 MACHINES_MAX = 16

@@ -12,10 +12,9 @@ nothing is repeated.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from urllib.parse import quote
@@ -36,16 +35,16 @@ from mesh.errors import (
     MeshError,
     MeshTimeoutError,
     NotFoundError,
-    RemoteProtocolError,
     TransportError,
 )
-from mesh.http_transport import CALL_LIMIT_S, Backoff, HttpStream, HttpTransport, checked_url
+from mesh.http_transport import CALL_LIMIT_S, Backoff, HttpTransport, checked_url
 from mesh.netcheck.limits import CHECK_CALL_LIMIT_S
 from mesh.reasons import Reason
-from mesh.sse import EventParser
 from mesh.states import HarmKind, RunState
+from mesh.stream_items import event_items, item_of
 
 if TYPE_CHECKING:
+    from mesh.network_resources import NetworkReport, ProviderPath
     from mesh.resources import (
         Attempt,
         DeploymentStatus,
@@ -55,9 +54,7 @@ if TYPE_CHECKING:
         JoinTokenFacts,
         LogLine,
         Machine,
-        NetworkReport,
         NewJoinToken,
-        ProviderPath,
         RelayedBytes,
         RelayFacts,
         Run,
@@ -353,7 +350,7 @@ class MeshClient:
             headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
             try:
                 async with self._http.stream("/v1/events", query=query, headers=headers) as stream:
-                    async for data in _sse_data(stream, backoff):
+                    async for data in event_items(stream, backoff):
                         after = data["seq"]
                         yield cast("Event", data)
                 await backoff.pause(TransportError("The server ended the stream of events."))
@@ -407,7 +404,7 @@ class MeshClient:
                         backoff.succeeded()
                         if not line:
                             continue  # a heartbeat
-                        item = _object(line)
+                        item = item_of(line)
                         if "error" in item:
                             raise MeshError.from_wire(item["error"])
                         cursor = item["cursor"]
@@ -482,27 +479,3 @@ _STATE_FOR = {"running": RunState.RUNNING, "suspended": RunState.SUSPENDED}
 
 def _run_path(name: str) -> str:
     return "/v1/runs/" + quote(name, safe="")
-
-
-def _object(text: bytes | str) -> dict[str, Any]:
-    try:
-        item = json.loads(text)
-    except ValueError as error:
-        raise RemoteProtocolError("The server sent an item that is no JSON.") from error
-    if not isinstance(item, dict):
-        raise RemoteProtocolError("The server sent an item that is no object.")
-    return item
-
-
-async def _sse_data(stream: HttpStream, backoff: Backoff) -> AsyncIterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events, up to its end. Raises what an error event says."""
-    parser = EventParser()
-    async for line in stream.lines():
-        backoff.succeeded()
-        event = parser.feed(line)
-        if event is None:
-            continue
-        if event.event == "error":
-            raise MeshError.from_wire(_object(event.data))
-        if event.event == "message":
-            yield _object(event.data)

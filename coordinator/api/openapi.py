@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import is_typeddict
 
 from coordinator.api.endpoints import Answer, Endpoint, Parameter
-from mesh import resources
+from mesh import network_resources, resources
 
 _REF = "#/components/schemas/{model}"
 _ERROR_TEXT = {
@@ -60,7 +60,7 @@ def build_document(endpoints: Iterable[Endpoint], *, version: str) -> dict[str, 
 
 def _read_attribute_docstrings() -> None:
     """Makes the docstrings under a TypedDict's keys their descriptions; the types need not know pydantic."""
-    for value in vars(resources).values():
+    for value in (*vars(resources).values(), *vars(network_resources).values()):
         if is_typeddict(value):
             value.__pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
 

@@ -12,7 +12,7 @@ from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Quer
 from coordinator.api.retry import ask
 from mesh.errors import SpecError
 from mesh.netcheck.estimate import MEMBERS_MIN, parse_model_size
-from mesh.resources import NetworkReport, ProviderPath
+from mesh.network_resources import NetworkReport, ProviderPath
 
 NODES_LARGEST = 64
 NAMES_MAX = 64

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from mesh.network_resources import NetworkReport, ProviderPath
 from mesh.resources import (
     Attempt,
     DeploymentStatus,
     Event,
     Harm,
     Machine,
-    NetworkReport,
-    ProviderPath,
     Run,
 )
 

@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from coordinator.api.service import CoordinatorService
-from mesh import resources
+from mesh import network_resources, resources
 from mesh.errors import ConflictError, NotFoundError
 from mesh.reasons import Reason
 from mesh.spec import job_from_data, resolve
@@ -417,7 +417,7 @@ async def test_harm_is_done_only_to_a_rank_that_is_there(subject: Subject) -> No
 
 async def test_the_network_between_free_machines_is_checked_without_a_run(subject: Subject) -> None:
     report = await subject.service.check_network([], None)
-    TypeAdapter(resources.NetworkReport).validate_python(report)
+    TypeAdapter(network_resources.NetworkReport).validate_python(report)
     assert report["passed"] and report["notChecked"] == {} and report["findings"] == []
     names = [machine["name"] for machine in report["machines"]]
     assert names == sorted(machine["name"] for machine in await subject.service.list_machines())
@@ -438,7 +438,7 @@ async def test_a_check_takes_two_free_machines_that_there_are(subject: Subject) 
 async def test_paths_say_how_long_an_all_reduce_takes_when_they_are_asked(subject: Subject) -> None:
     await subject.service.check_network([], None)
     for path in await subject.service.list_paths(None, 2):
-        TypeAdapter(resources.ProviderPath).validate_python(path)
+        TypeAdapter(network_resources.ProviderPath).validate_python(path)
         assert (path["passed"] > 0, path["offered"], path["allReduceSeconds"]) == (True, True, None)
     [path] = await subject.service.list_paths(7e9, 2)
     assert path["bytesPerSecond"] is not None and path["roundTripSeconds"] is not None

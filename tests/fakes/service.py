@@ -26,6 +26,7 @@ from typing import Any
 from coordinator.network_view import path_resource
 from mesh.errors import ConflictError, NotFoundError, TransportError
 from mesh.netcheck.path_book import PathLine
+from mesh.network_resources import NetworkReport, ProviderPath
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
 from mesh.resources import (
@@ -34,8 +35,6 @@ from mesh.resources import (
     Event,
     Harm,
     Machine,
-    NetworkReport,
-    ProviderPath,
     Run,
 )
 from mesh.selectors import attempt_labels, run_labels

@@ -9,7 +9,7 @@ from coordinator.network_view import report
 from mesh.ids import MachineName
 from mesh.netcheck.measurements import Dialled, MemberFacts, Push, Reach, Seen
 from mesh.netcheck.verdict import judge
-from mesh.resources import NetworkReport
+from mesh.network_resources import NetworkReport
 
 OPEN = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.ANSWERED, round_trip_s=0.0003, offset_s=0.0)
 HALF_OPEN = Reach(rendezvous=Dialled.ANSWERED, ephemeral=Dialled.SILENT)

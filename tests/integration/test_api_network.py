@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from mesh import resources
+from mesh import network_resources
 from tests.fakes.shell import Shell, until
 from tests.integration.test_api_http import Server, server
 
@@ -46,7 +46,7 @@ def test_a_bad_pair_is_named_with_the_remedy_and_one(running: Shell) -> None:
         assert "admits the rendezvous port only" in done.stdout
         assert done.stdout.endswith("2 machines checked: 1 fault. (1.5 s)\n")
         report = json.loads(running.mesh("check", "-o", "json").stdout)
-        TypeAdapter(resources.NetworkReport).validate_python(report)
+        TypeAdapter(network_resources.NetworkReport).validate_python(report)
         assert (report["passed"], len(report["machines"])) == (False, 4)
     finally:
         (running.state / "apart").unlink()
@@ -97,13 +97,13 @@ async def test_a_request_for_a_check_that_is_none_is_refused_by_field(server: Se
 async def test_a_check_and_its_paths_as_a_program_calls_them(server: Server) -> None:
     status, report = await server.call("POST", "/v1/network/check")
     assert status == 200
-    TypeAdapter(resources.NetworkReport).validate_python(report)
+    TypeAdapter(network_resources.NetworkReport).validate_python(report)
     status, _ = await server.call("POST", "/v1/network/check", json={"machines": ["nobody", "else"]})
     assert status == 404
     status, listed = await server.call("GET", "/v1/paths?modelSize=350M&nodes=8")
     assert status == 200
     for path in listed["paths"]:
-        TypeAdapter(resources.ProviderPath).validate_python(path)
+        TypeAdapter(network_resources.ProviderPath).validate_python(path)
     for query in ("modelSize=huge", "nodes=1", "nodes=x"):
         status, _ = await server.call("GET", f"/v1/paths?{query}")
         assert status == 422, query
