@@ -45,14 +45,6 @@ def number_of(address: str) -> int | None:
     return None
 
 
-def member_of(machine_address: str) -> tuple[str, str]:
-    """The member's addresses on the machine that has this overlay address. Raises ValueError."""
-    number = number_of(machine_address)
-    if number is None:
-        raise ValueError(f"{machine_address} is no overlay address of a machine")
-    return member_overlay(number)
-
-
 def _addresses(bases: tuple[IPv4Address, IPv6Address], number: int) -> tuple[str, str]:
     if not 0 <= number <= NUMBER_MAX:
         raise ValueError(f"a machine's number is 0 to {NUMBER_MAX}, not {number}")
