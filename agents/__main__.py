@@ -117,12 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mesh.errors import MeshError
 
     options = build_parser().parse_args(arguments)
-    if arguments is None and options.command == "join" and _is_mesh(options):
-        from agents import machine_shim
-
-        machine_shim.load()  # may start this process anew
     tell = _teller(getattr(options, "ready_fd", None))
     try:
+        if arguments is None and options.command == "join" and _is_mesh(options):
+            from agents import machine_shim
+
+            machine_shim.load()  # may start this process anew
         if options.command == "leave":
             from agents.leave import leave
 

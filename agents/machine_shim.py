@@ -68,11 +68,20 @@ def check() -> None:
 
 
 def load() -> None:
-    """The library is in this process when it returns, where it is needed. Call it first: it may start anew."""
+    """The library is in this process when it returns, where it is needed. Call it first: it may start anew.
+
+    Raises DeploymentError when the loader does not take it.
+    """
     if why_no_redirect() is None or missing() is not None:
         return
     preloaded = os.environ.get(PRELOAD_VARIABLE, "")
     if not _is_loaded():
+        if preloaded.partition(":")[0] == str(LIBRARY):  # it has started anew already
+            raise DeploymentError(
+                f"The loader of this machine's programs does not take the shim ({LIBRARY}).",
+                hint="What it says stands above. Install gangmesh on this machine, or run as root with nftables.",
+                reason=Reason.SHIM_NOT_LOADED,
+            )
         own = ":".join(filter(None, (str(LIBRARY), preloaded)))
         os.execve(sys.executable, sys.orig_argv, {**os.environ, PRELOAD_VARIABLE: own})
     others = preloaded.removeprefix(str(LIBRARY)).removeprefix(":")

@@ -61,6 +61,11 @@ def test_an_agent_without_rights_starts_itself_again_with_the_library(
     [(program, argv, environment)] = started
     assert (program, argv) == (sys.executable, sys.orig_argv)
     assert environment["LD_PRELOAD"] == f"{LIBRARY}:libtcmalloc.so"
+    # A loader that does not take it is no reason to start again and again.
+    monkeypatch.setattr(machine_shim, "_is_loaded", lambda: False)
+    monkeypatch.setenv("LD_PRELOAD", environment["LD_PRELOAD"])
+    with pytest.raises(DeploymentError, match="loader"):
+        machine_shim.load()
     # And the second time it is there: the user's own is what it was, and nothing is started again.
     monkeypatch.setattr(machine_shim, "_is_loaded", lambda: True)
     for given, left in ((environment["LD_PRELOAD"], "libtcmalloc.so"), (str(LIBRARY), None)):
