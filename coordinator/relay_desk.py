@@ -193,7 +193,8 @@ class RelayDesk:
         """Nobody believes this relay any more. Raises NotFoundError, StorageError."""
         self._books.relays.leave(MachineName(name), now=wall_clock())
         await self._save(RELAYS_NAME)
-        self._offered.pop(MachineName(name), None)
+        for known in (self._offered, self._heard, self._counts):
+            known.pop(MachineName(name), None)
         self._tell()
 
     def facts(self) -> list[RelayFacts]:
