@@ -246,7 +246,9 @@ class HttpTransport:
     def _describe(self, error: Exception) -> MeshError:
         if isinstance(error, MeshError):
             return error
-        detail = str(error) or type(error).__name__
+        # aiohttp's own words for it name an object of ours
+        cause = getattr(error, "os_error", None) or error
+        detail = getattr(cause, "strerror", None) or str(cause) or type(error).__name__
         return TransportError(
             f"The deployment at {self.url} cannot be reached ({detail}).",
             hint="`mesh status` says whether it runs.",

@@ -224,7 +224,7 @@ def _out_of_scope(machines: Sequence[NetworkFacts], scope: NetworkScope) -> str 
         return None
     wants = "one provider and region" if scope is NetworkScope.COLOCATED else "one region"
     where = ", ".join(f"{facts.machine} is {_where(facts, scope)}" for facts in machines)
-    return f"network {scope} wants {wants}, and {where}"
+    return f"network {scope} wants {wants}, and {where} (--network global takes them together)"
 
 
 def _where(facts: NetworkFacts, scope: NetworkScope) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -186,6 +187,21 @@ async def test_a_host_that_takes_no_connection_has_been_asked_nothing(
         async with mesh.connect(url=url, token="t") as client:
             with pytest.raises(TransportError, match="cannot be reached"):
                 await client.version()
+
+
+async def test_an_encrypted_api_that_is_closed_is_told_in_words_and_not_by_an_object_of_ours() -> None:
+    """Seen by a newcomer: "ssl:<ssl.SSLContext object at …>"."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"https://127.0.0.1:{closed.getsockname()[1]}"
+        http = http_transport.HttpTransport(
+            url=url, token="t", fate=lambda: None, tls=ssl.create_default_context()
+        )
+        await http.open()
+        with pytest.raises(TransportError, match="cannot be reached") as raised:
+            await http.call("GET", "/v1/runs", repeat_s=0.0)
+        await http.close()
+    assert "object at" not in str(raised.value)
 
 
 async def test_a_repeated_submit_is_one_run(client: mesh.MeshClient, server: Server) -> None:

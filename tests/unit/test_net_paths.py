@@ -93,9 +93,10 @@ def test_where_members_may_be() -> None:
     assert isinstance(choose_path((here, there), policy=DIRECT, scope=REGIONAL), Path)
     assert why(here, there, scope=COLOCATED) == (
         "network Colocated wants one provider and region, and m1 is with aws in eu, m2 is with gcp in eu"
+        " (--network global takes them together)"
     )
     assert why(there, far, scope=REGIONAL) == (
-        "network Regional wants one region, and m2 is in eu, m3 is in us"
+        "network Regional wants one region, and m2 is in eu, m3 is in us (--network global takes them together)"
     )
     assert "m4 is with no provider that is named in no region that is named" in why(
         here, on_mesh(4), scope=COLOCATED
