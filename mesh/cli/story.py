@@ -94,7 +94,7 @@ def _how_it_ended(
     if cause["workerExit"] is not None:
         worker = "a worker" if cause["globalRank"] is None else f"worker {cause['globalRank']}"
         lines.append(f"  {worker} ended with {end_of(cause['workerExit'])}, says the launcher's report")
-    if cause["hint"]:
+    if cause["hint"] and not rehearsed:  # it would guess at what is known
         lines.append(f"  {printable(cause['hint'])}")
     if epoch["victims"]:
         lines.append(f"  {_ranks(epoch['victims'])} failed because of it")

@@ -98,6 +98,9 @@ def test_a_killed_command_starts_the_gang_again_when_the_run_wants_it(mesh: Real
     assert told["cause"]["exit"] == {"code": None, "signal": 9}
     run = mesh.run(name)
     assert [r["machine"] for r in run["status"]["ranks"]] == [r["machine"] for r in before]
+    story = mesh.cli("describe", name).stdout
+    assert "on purpose: A rehearsed fault" in story
+    assert "Nobody here sent that signal" not in story
     only_epoch_lives(mesh, run)
     gate.touch()
     assert client.wait() == 0, client.stderr
