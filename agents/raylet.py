@@ -175,7 +175,7 @@ def raylet_command(install: RayInstall, node: RayNode, *, gcs_address: str, clus
         f"--node_id={node.node_id}",
         f"--node_ip_address={node.address}",
         f"--node-name={node.name}",
-        f"--maximum_startup_concurrency={max(MEMBER_WORKERS, node.workers_ready)}",
+        f"--maximum_startup_concurrency={max(MEMBER_WORKERS + CHECK_WORKERS, node.workers_ready)}",
         f"--num_prestart_python_workers={node.workers_ready}",
         f"--static_resource_list={_resource_list(node)}",
         f"--labels={json.dumps(dict(node.labels))}",
