@@ -153,7 +153,9 @@ def _verdict(effect: CheckNetwork, looked: Looked, findings: Sequence[Finding]) 
     if bad:
         message = f"{', '.join(names[Rank(one.rank)] for one in bad)} cannot be worked with."
     else:
-        message = f"{len(looked.seen.members)} machines reach each other{f': {measured}' if measured else ''}."
+        message = (
+            f"{len(looked.seen.members)} machines reach each other{f': {measured}' if measured else ''}."
+        )
     warnings = [f"{why} It was not checked." for why in looked.absent.values()]
     warnings += [f"{finding.message} {finding.hint}" for finding in findings if not finding.is_fault]
     return NetworkChecked(
