@@ -264,16 +264,19 @@ class MeshClient:
                     uid = (await self.get_run(name))["metadata"]["uid"]
                 events = await self.events(after=after, run=uid, wait_s=wait_s)
                 run = await self.get_run(name)
+                is_over = RunState(run["status"]["state"]).is_terminal
+                if is_over and len(events) < EVENTS_PER_POLL:  # it may have ended between the two questions
+                    events += await self.events(after=events[-1]["seq"] if events else after, run=uid)
             except (TransportError, MeshTimeoutError) as error:
                 await backoff.pause(error)
                 continue
             backoff.succeeded()
             if run["metadata"]["uid"] != uid:
                 raise NotFoundError(f"The run {name} has been deleted; another run has its name now.")
-            if events or wait_s == 0.0:
+            if events or is_over or wait_s == 0.0:
                 yield run, events
             after = events[-1]["seq"] if events else after
-            if RunState(run["status"]["state"]).is_terminal and len(events) < EVENTS_PER_POLL:
+            if is_over and len(events) < EVENTS_PER_POLL:
                 return
             wait_s = POLL_WAIT_S
 

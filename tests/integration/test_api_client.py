@@ -272,6 +272,25 @@ async def test_a_watched_run_is_seen_to_its_end_across_an_outage(
     assert kinds == [event["kind"] for event in await client.list_events(run="r")]
 
 
+async def test_what_happens_between_the_two_questions_of_a_watch_is_seen(
+    client: mesh.MeshClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's last events came after its events were read, and before its state was."""
+    await client.submit(job("r", "script", "exit:7"))
+    async with asyncio.timeout(DEADLINE_S):
+        async for _ in client.watch_run("r"):
+            pass
+    story = await client.list_events(run="r")
+    ask, calls = client.events, iter([story[:1]])
+
+    async def early(**what: Any) -> Any:
+        return next(calls, None) or await ask(**what)
+
+    monkeypatch.setattr(client, "events", early)
+    seen = [event["seq"] async for _, events in client.watch_run("r") for event in events]
+    assert seen == [event["seq"] for event in story]
+
+
 async def test_a_run_deleted_and_made_again_under_a_reader_is_said(
     client: mesh.MeshClient, server: Server
 ) -> None:
