@@ -198,8 +198,8 @@ class StoreLink:
 
     async def forget(self, uid: RunUid, epoch: Epoch) -> None:
         """See `StoreControl`."""
-        await self._connected().drop_gang(uid)
-        self._trust.forget(uid)
+        await self._connected().drop_gang(uid, epoch)
+        self._trust.forget(uid, epoch)
 
     def _connected(self) -> StoreClient:
         if self._client is None or not self._client.is_connected:

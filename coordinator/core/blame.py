@@ -16,6 +16,7 @@ Rules of this file:
    the first one's exit is heard.
 5. Complaints and told-to-stop exits yield to a notice that came at any time, and to a machine that was lost before it
    had said how its command ended, whenever that was: its agent stood still, or died, while its lease was still renewed.
+   One that never answered again and whose lease did not end either is no different.
 6. Among equals the earliest is named, by the members' own clocks; for that only, never for what the restart is charged
    to. Of complaints, one about a peer that has not failed itself comes first.
 7. While only complaints about peers have been heard, the stop waits a little for the peer's own
@@ -125,7 +126,8 @@ def _was_silent(member: MemberRecord) -> bool:
 
 def _is_mute(member: MemberRecord) -> bool:
     """Nobody knows how its command ended, or when: it may be what the others complain about."""
-    return member.settlement is Settlement.LEASE_LAPSED and member.exit is None
+    is_unheard = member.settlement is Settlement.FENCE_FAILED and member.is_expiring
+    return member.exit is None and (is_unheard or member.settlement is Settlement.LEASE_LAPSED)
 
 
 def _loss(gang: Gang, silent: Sequence[MemberRecord]) -> tuple[RestartKind, Failure]:

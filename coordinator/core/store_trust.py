@@ -142,13 +142,13 @@ class StoreTrust:
 
     # ---- the end ----------------------------------------------------------------------------------
 
-    def forget(self, uid: RunUid) -> None:
-        """The gang is over, with every epoch of it."""
+    def forget(self, uid: RunUid, epoch: Epoch) -> None:
+        """The gang is over, or rests, with every epoch until this one. It may have begun the next one meanwhile."""
         for known in (self._seen_all, self._over):
-            for key in [key for key in known if key[0] == uid]:
+            for key in [key for key in known if key[0] == uid and key[1] <= epoch]:
                 del known[key]
         for keys in (self._asked, self._closed):
-            keys.difference_update([key for key in keys if key[0] == uid])
+            keys.difference_update([key for key in keys if key[0] == uid and key[1] <= epoch])
 
 
 _PROOFS_BY_THE_STORE = (Settlement.LEASE_LAPSED, Settlement.NEVER_STARTED, Settlement.REVOKED)

@@ -148,9 +148,9 @@ class StoreClient:
         request = ms.SetFloor(0, gang, epoch, size, is_first, revoked)
         return bool((await self._ask(request, ms.Number)).value)
 
-    async def drop_gang(self, gang: RunUid) -> bool:
-        """Forgets the gang; returns whether it was known."""
-        return bool((await self._ask(ms.DropGang(0, gang), ms.Number)).value)
+    async def drop_gang(self, gang: RunUid, epoch: Epoch) -> bool:
+        """Forgets the gang unless it is in a later epoch; returns whether there was something to forget."""
+        return bool((await self._ask(ms.DropGang(0, gang, epoch), ms.Number)).value)
 
     async def close_barrier(self, gang: RunUid, epoch: Epoch, *, name: str = ms.START_BARRIER) -> bool:
         """It opens no more; returns whether it had opened before."""

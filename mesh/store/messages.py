@@ -20,7 +20,7 @@ from mesh.reasons import Reason
 
 START_BARRIER = "start"
 """The barrier that every rank passes before its command starts."""
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Revocations = tuple[tuple[Rank, IncarnationToken], ...]
 """Incarnations that were given up, each a rank and its token."""
@@ -77,10 +77,12 @@ class SetFloor(NamedTuple):
 
 
 class DropGang(NamedTuple):
-    """Forget the gang, with everything under it. Answered with Number: 1 when it was known."""
+    """Forget the gang, with everything under it, unless it has gone on to a later epoch: this may have been asked
+    before that, and come late. Answered with Number: 1 when something was forgotten."""
 
     id: int
     gang: RunUid
+    epoch: Epoch
 
 
 class CloseBarrier(NamedTuple):

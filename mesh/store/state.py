@@ -184,8 +184,9 @@ class StoreState:
 
     def _on_drop_gang(self, request: ms.DropGang, connection: ConnectionId) -> list[Output]:
         gang = self.books.gangs.get(request.gang)
-        outputs: list[Output] = [(connection, ms.Number(request.id, int(gang is not None)))]
-        return outputs if gang is None else outputs + self.books.drop(gang, _unknown(0, gang.uid))
+        if gang is None or gang.epoch > request.epoch:
+            return [(connection, ms.Number(request.id, 0))]
+        return [(connection, ms.Number(request.id, 1)), *self.books.drop(gang, _unknown(0, gang.uid))]
 
     def _on_watch(self, request: ms.Watch, connection: ConnectionId) -> list[Output]:
         watchers = self.books.watchers

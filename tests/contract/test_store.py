@@ -257,9 +257,19 @@ async def test_a_dropped_gang_is_unknown_and_its_waiters_hear_it(
     client = await store.connect()
     waiting = asyncio.create_task(client.wait(GANG, E1, ["never"], timeout_s=20.0))
     await client.ping()
-    assert await admin.drop_gang(GANG) is True
+    assert await admin.drop_gang(GANG, E1) is True
     assert (await refused(waiting)).reason is Reason.UNKNOWN_GANG
-    assert await admin.drop_gang(GANG) is False
+    assert await admin.drop_gang(GANG, E1) is False
+
+
+async def test_a_gang_that_has_gone_on_is_not_dropped_by_a_request_that_comes_late(
+    admin: StoreClient,
+) -> None:
+    """It was suspended, the answer was lost, and it was resumed before the question was put again."""
+    await admin.set_floor(GANG, E2, 2)
+    assert await admin.drop_gang(GANG, E1) is False
+    assert await admin.gangs() == (ms.GangFloor(GANG, E2, 2),)
+    assert await admin.drop_gang(GANG, E2) is True
 
 
 async def test_gangs_do_not_see_each_others_keys(store: StoreUnderTest, admin: StoreClient) -> None:
@@ -277,7 +287,7 @@ async def test_a_member_may_not_raise_floors_close_barriers_watch_or_look_at_gan
         member.revoke(GANG, E1, Rank(0), token(0)),
         member.admit(GANG, E1, Rank(0), token(0, "b"), instead_of=token(0)),
         member.expire(GANG, E1, Rank(0), token(0), ttl_s=TTL_S, guard_s=GUARD_S),
-        member.drop_gang(GANG),
+        member.drop_gang(GANG, E1),
         member.close_barrier(GANG, E1),
         member.watch(),
         member.gangs(),

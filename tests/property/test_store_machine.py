@@ -157,9 +157,11 @@ class StoreMachine(RuleBasedStateMachine):
             del self.owed[connection, waiting_id]
             self.ask(connection, ms.Cancel, waiting_id)
 
-    @rule(gang=GANGS)
-    def drop_gang(self, gang: RunUid) -> None:
-        self.ask(ADMIN, ms.DropGang, gang)
+    @rule(gang=GANGS, epoch=EPOCHS)
+    def drop_gang(self, gang: RunUid, epoch: Epoch) -> None:
+        self.ask(ADMIN, ms.DropGang, gang, epoch)
+        if self.floors.get(gang, epoch) > epoch:
+            return
         self.floors.pop(gang, None)
         self.opened = {key: value for key, value in self.opened.items() if key[0] != gang}
         self.over = {key for key in self.over if key[0] != gang}

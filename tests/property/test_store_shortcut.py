@@ -35,7 +35,7 @@ members = st.one_of(
 )  # fmt: skip
 admins = st.one_of(
     st.builds(ms.SetFloor, ids, gangs, epochs, st.just(1), st.just(False), st.just(())),
-    st.builds(ms.DropGang, ids, gangs),
+    st.builds(ms.DropGang, ids, gangs, epochs),
     st.builds(ms.Revoke, ids, gangs, epochs, st.just(Rank(0)), st.just(IncarnationToken("t"))),
     st.builds(
         ms.Expire,
@@ -183,7 +183,7 @@ def test_a_set_of_another_epoch_or_of_a_gang_that_is_gone_takes_the_long_way() -
     frame = encode_request(ms.Set(1, b"v", RunUid("a"), Epoch(1), "k"))
     for _ in range(2):
         way.send(FIRST, frame)
-    for last in (ms.SetFloor(1, RunUid("a"), Epoch(2), 1), ms.DropGang(1, RunUid("a"))):
+    for last in (ms.SetFloor(1, RunUid("a"), Epoch(2), 1), ms.DropGang(1, RunUid("a"), Epoch(2))):
         way.send(ADMIN, encode_request(last))
         before = way.shortened
         way.send(FIRST, frame)

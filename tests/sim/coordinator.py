@@ -299,7 +299,9 @@ class SimCoordinator:
                     if k[0] == uid and k[1] in ("open", "close", "revoke", "expire", "admit")
                 ]:
                     self.stop(key)
-                self.spawn((uid, "forget", effect.epoch), self._insist_on(lambda: line.forget(uid)))
+                self.spawn(
+                    (uid, "forget", effect.epoch), self._insist_on(lambda: line.forget(uid, effect.epoch))
+                )
             case _:
                 raise AssertionError(effect)
 

@@ -109,6 +109,7 @@ class SimKeeper:
             and not self.is_over
             and self.lease.state.phase is ls.LeasePhase.HOLDING
             and self.lease.state.connected
+            and not self.world.store.lets_run_out(self.incarnation)
         ):
             self.is_dozing = True
             self._alarm_at = None

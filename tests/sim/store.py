@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mesh.ids import Epoch, IncarnationToken, Rank, RunUid
+from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
 from mesh.messages import HEARTBEAT_S
 from mesh.store import messages as ms
 from mesh.store.books import ConnectionId, Lease, Output
@@ -243,6 +243,12 @@ class SimStore:
             for lease in gang.leases.values():
                 if self._dozes(lease.token):
                     _hear(lease, self.clock())
+
+    def lets_run_out(self, incarnation: Incarnation) -> bool:
+        """True when it renews this lease no more, whatever is still under way to say that it was."""
+        gang = self.state.books.gangs.get(incarnation.run_uid)
+        lease = None if gang is None else gang.leases.get(incarnation.rank)
+        return lease is not None and lease.token == incarnation.token and lease.is_expiring
 
     def renewed(self, uid: RunUid, epoch: Epoch, rank: Rank, token: IncarnationToken, ago_s: float) -> None:
         """A keeper that has dozed says when its last heartbeat was received."""

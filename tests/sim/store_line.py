@@ -206,9 +206,9 @@ class StoreLine:
             raise Down  # the one before is not over yet, or not everybody is known to live
         return True
 
-    def forget(self, uid: RunUid) -> Step[None]:
-        _answer((yield self.ask(ms.DropGang, uid)))
-        self._trust.forget(uid)
+    def forget(self, uid: RunUid, epoch: Epoch) -> Step[None]:
+        _answer((yield self.ask(ms.DropGang, uid, epoch)))
+        self._trust.forget(uid, epoch)
 
     # ---- after a gap ------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.core import blame
-from coordinator.core.gang_state import MemberRecord, incarnation_for
-from mesh.ids import Epoch, MachineName, Rank, RunUid
+from coordinator.core.gang_state import Failure, Gang, MemberRecord, Settlement, incarnation_for
+from mesh.ids import Epoch, MachineName, Rank, RunName, RunUid
 from mesh.messages import CauseEvidence, ProcessExit
+from mesh.plan import RunPlan
 from mesh.reasons import Reason
 
 MEMBER = MemberRecord(
@@ -83,3 +86,30 @@ def test_a_machine_explains_a_failure_unless_it_was_heard_of_since(
     failed_at: float | None, alive_at: float | None, was_silent: bool
 ) -> None:
     assert blame.was_silent_before(failed_at, alive_at) is was_silent
+
+
+@pytest.mark.parametrize(
+    ("settlement", "is_expiring", "cause"),
+    [
+        (Settlement.LEASE_LAPSED, True, 1),
+        (Settlement.FENCE_FAILED, True, 1),
+        (Settlement.FENCE_FAILED, False, 0),
+        (Settlement.CONFIRMED, True, 0),
+    ],
+    ids=["its lease ended", "nothing of it ended", "it says what does not end", "it came back"],
+)
+def test_a_complaint_yields_to_a_peer_of_which_nobody_heard_again(
+    settlement: Settlement, *, is_expiring: bool, cause: int
+) -> None:
+    peer = replace(MEMBER, settlement=settlement, is_expiring=is_expiring)
+    me = replace(MEMBER, incarnation=replace(MEMBER.incarnation, rank=Rank(0)), exit=FAILED)
+    me = replace(me, settlement=Settlement.CONFIRMED)
+    complaint = Failure(
+        rank=Rank(0), at=5.0, reason=Reason.COMMAND_FAILED, message="", exit=FAILED,
+        evidence=CauseEvidence(blames_peer=True),
+    )  # fmt: skip
+    plan = RunPlan(name=RunName("demo"), command=("true",), nodes=2)
+    gang = Gang(
+        uid=RunUid("u"), plan=plan, created_at=0.0, members={Rank(0): me, Rank(1): peer}, failures=[complaint]
+    )
+    assert blame.judge(gang).cause.rank == cause

@@ -33,7 +33,7 @@ from mesh.store.protocol import (
 GANG, E1, R0, TOKEN = RunUid("g"), Epoch(1), Rank(0), IncarnationToken("t")
 REQUESTS: list[ms.Request] = [
     ms.Hello(1, "secret", 1), ms.Ping(2), ms.Cancel(3, 2), ms.SetFloor(4, GANG, E1, 2, True, ((R0, TOKEN),)),
-    ms.DropGang(5, GANG), ms.CloseBarrier(6, GANG, E1, "start"), ms.Watch(7), ms.Gangs(8), ms.Snapshot(9, GANG),
+    ms.DropGang(5, GANG, E1), ms.CloseBarrier(6, GANG, E1, "start"), ms.Watch(7), ms.Gangs(8), ms.Snapshot(9, GANG),
     ms.GrantLease(10, GANG, E1, R0, TOKEN, 3.0, 0.3), ms.ReleaseLease(11, GANG, E1, R0, TOKEN),
     ms.Arrive(12, GANG, E1, R0, TOKEN, "start", b"\x00"), ms.Get(13, GANG, E1, "k"), ms.Set(14, b"", GANG, E1, "k"),
     ms.Add(15, GANG, E1, "k", -(2**63)), ms.Wait(16, GANG, E1, ("a", "b")),

@@ -111,10 +111,19 @@ def test_a_gang_that_is_over_is_forgotten_with_every_epoch() -> None:
     told_first(trust)
     trust.gave_up(incarnation(0))
     trust.ask((UID, E2), is_new=True)
-    trust.forget(UID)
+    trust.forget(UID, E2)
     assert not trust.is_believed(KEY, "A")
     assert trust.telling(KEY, None, is_first=False).revoked == ()
     assert trust.catch_up(gang(), "A", {}) is CatchUp.LEAVE
+
+
+def test_what_is_forgotten_late_leaves_the_epoch_that_has_begun_meanwhile() -> None:
+    trust = StoreTrust()
+    assert trust.ask((UID, E2), is_new=True)
+    trust.learn((UID, E2), "A", from_start=True)
+    trust.forget(UID, E1)
+    assert trust.is_believed((UID, E2), "A")
+    assert not trust.ask((UID, E2), is_new=True)
 
 
 def test_a_store_that_is_told_again_hears_of_every_lease_that_is_proof_that_nothing_acts() -> None:
@@ -150,7 +159,7 @@ def test_it_hears_of_everybody_when_the_barrier_was_closed_before_it_had_opened(
     trust.never_opens(KEY)
     assert trust.telling(KEY, gang(), is_first=False).revoked == ((0, "t0"), (1, "t1"))
     assert trust.telling((UID, E2), gang(), is_first=False).revoked == ()
-    trust.forget(UID)
+    trust.forget(UID, E1)
     assert trust.telling(KEY, gang(), is_first=False).revoked == ()
 
 
