@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-DEFAULT_STATE = Path("~/.gangmesh-machine")
+from mesh.joining import MACHINE_STATE
+
+if TYPE_CHECKING:
+    from agents.agent_program import ReadyLine
+
 MESH_PORT = 8471
-TOKEN_VARIABLE = "GANGMESH_JOIN_TOKEN"
-"""A join token, where no file is given: `mesh join` hands it over in it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,8 +46,8 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
         "--state",
         metavar="DIR",
         type=Path,
-        default=DEFAULT_STATE,
-        help=f"this machine's folder; one agent at a time (default: {DEFAULT_STATE})",
+        default=MACHINE_STATE,
+        help=f"this machine's folder; one agent at a time (default: {MACHINE_STATE})",
     )
 
 
@@ -114,10 +115,11 @@ def _add_join(verbs: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from agents.agent_program import ReadyLine
     from mesh.errors import MeshError
 
     options = build_parser().parse_args(arguments)
-    tell = _teller(getattr(options, "ready_fd", None))
+    ready = ReadyLine(getattr(options, "ready_fd", None))
     try:
         if arguments is None and options.command == "join" and _is_mesh(options):
             from agents import machine_shim
@@ -127,25 +129,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from agents.leave import leave
 
             return leave(options.state)
-        return _join(options, tell)
+        return _join(options, ready)
     except (MeshError, OSError) as error:
-        wire = error.to_wire() if isinstance(error, MeshError) else {"message": str(error)}
-        tell({"error": wire})
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+        return ready.failed(error)
 
 
 def _is_mesh(options: argparse.Namespace) -> bool:
     return not options.head.startswith("http://") and options.address is None
 
 
-def _join(options: argparse.Namespace, tell: Any) -> int:
+def _join(options: argparse.Namespace, ready: ReadyLine) -> int:
+    from agents.agent_program import take_token
     from agents.join import Way, run
     from agents.join_options import checked_grace, read_labels
     from agents.machine_state import machine_state, take_environment
     from mesh.errors import SpecError
 
-    token = _read_token(options.token_file)
+    token = take_token(options.token_file)
     original = dict(os.environ)
     labels, grace_s = read_labels(options.label), checked_grace(options.grace)
     is_plain = not _is_mesh(options)
@@ -184,40 +184,10 @@ def _join(options: argparse.Namespace, tell: Any) -> int:
     with machine_state(options.state) as state:
         take_environment(state, original, has_gateway=not is_plain)
         way = PlainWay(plain) if is_plain else MeshWay(settings, state)
-        work = run(way, state, grace_s=grace_s, on_joined=lambda name: tell({"ready": True, "name": name}))
+        work = run(way, state, grace_s=grace_s, on_joined=ready.joined)
         # Not `asyncio.run`: at its end it waits for threads, and a call into a lost cluster may never return.
         asyncio.new_event_loop().run_until_complete(work)
     return 0
-
-
-def _read_token(path: Path | None) -> str | None:
-    from mesh.errors import SpecError
-
-    given = os.environ.pop(TOKEN_VARIABLE, None)  # before the environment is noted for anybody else
-    if path is None:
-        return given
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"The token file {path} cannot be read: {error}.", field="--token-file") from error
-
-
-def _teller(descriptor: int | None) -> Any:
-    """Says one thing, once. A reader that has gone away is no reason to stop."""
-    left = [descriptor] if descriptor is not None else []
-    for open_descriptor in left:
-        os.set_inheritable(open_descriptor, False)
-
-    def tell(news: dict[str, Any]) -> None:
-        while left:
-            open_descriptor = left.pop()
-            try:
-                os.write(open_descriptor, json.dumps(news).encode() + b"\n")
-                os.close(open_descriptor)
-            except OSError:
-                return
-
-    return tell
 
 
 if __name__ == "__main__":

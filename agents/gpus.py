@@ -25,12 +25,12 @@ def find_gpus() -> Gpus | None:
     try:
         import pynvml  # of nvidia-ml-py
     except ImportError as error:
-        _log.info("no accelerators are looked for: %s", error)
+        _log.debug("no accelerators are looked for: %s", error)
         return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        _log.info("no accelerators: %s", error)
+        _log.debug("no accelerators: %s", error)
         return None
     names: list[str] = []
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,8 @@ class HeadUrl:
         try:
             async with asyncio.timeout(RESOLVE_LIMIT_S):
                 found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
-            raise TransportError(
-                f"The head's name {self.host} cannot be resolved: {error or 'no answer'}.",
-                hint="Is the name right, and does this machine have a resolver?",
-            ) from error
+        except OSError as error:  # a time-out is one
+            raise cannot_reach(self, error) from error
         addresses = dict.fromkeys((str(entry[4][0]), self.port) for entry in found)
         return tuple(addresses)[:HEAD_ADDRESSES_MAX]
 
@@ -139,12 +137,45 @@ async def head_api(head: HeadUrl, *, bundle_pem: bytes, secret: str = "") -> Asy
 
 @contextlib.asynccontextmanager
 async def _transport(head: HeadUrl, secret: str, *, context: Any) -> AsyncIterator[HttpTransport]:
-    transport = HttpTransport(url=head.url, token=secret, fate=lambda: None, tls=context, tls_name=API_NAME)
+    transport = HttpTransport(
+        url=head.url,
+        token=secret,
+        fate=lambda: None,
+        tls=context,
+        tls_name=API_NAME,
+        unreachable=lambda error: cannot_reach(head, error),
+    )
     await transport.open()
     try:
         yield transport
     finally:
         await transport.close()
+
+
+def cannot_reach(head: HeadUrl, error: Exception) -> TransportError:
+    """What an owner of this machine can do about a head that this error keeps it from."""
+    port = head.port
+    check = f"Is this the head's address, and its mesh port? It is the one of `mesh up --listen ADDRESS:{port}` there."
+    match error:
+        case socket.gaierror():
+            why, hint = error.strerror, "Is the name right, and does this machine have a resolver?"
+        case ssl.SSLCertVerificationError():
+            why, hint = f"what answers there has another certificate ({error.strerror})", check
+        case ssl.SSLError():
+            why, hint = f"what answers there is no mesh port ({error.strerror})", check
+        case ConnectionRefusedError():
+            why, hint = "nobody listens there (connection refused)", check
+        case TimeoutError():
+            why = "no answer"
+            hint = (
+                f"Is the address right? If it is, TCP port {port} is closed between here and there: open it for this "
+                "machine in the firewall of the head's host, in its cloud's rules, and on this network's way out."
+            )
+        case _:
+            why, hint = getattr(error, "strerror", None) or str(error) or type(error).__name__, check
+    return TransportError(
+        f"The head cannot be reached at {head.host} port {port}: {why}.", hint=hint, url=head.url
+    )
 
 
 def has_moved(head: HeadUrl) -> str:

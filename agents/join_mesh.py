@@ -31,11 +31,13 @@ from agents.machine_identity import forget_identity
 from agents.machine_state import LEAVING_NAME, MachineState
 from agents.mesh_asking import Asking, Membership
 from agents.mesh_ports import MeshPorts, free_ports
+from agents.own_port import check_free
 from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL
+from agents.raylet_process import check_programs
 from mesh.errors import AuthenticationError, MeshError, TransportError
 from mesh.http_transport import HttpTransport
 from mesh.ids import MachineName
-from mesh.net import firewall, redirect
+from mesh.net import firewall, other_gateways, redirect
 from mesh.net.authority import new_key_pem, signing_request
 from mesh.net.overlay import machine_overlay, member_overlay
 from mesh.net.paths import (
@@ -91,6 +93,7 @@ class MeshWay:
         if self._ports is None:
             self._ports = free_ports()
             self._gpus = await asyncio.to_thread(find_gpus)
+        await self._check_here()
         try:
             answer, life = await self._asking.ask()
         except TransportError as error:
@@ -118,6 +121,13 @@ class MeshWay:
             resources={"GPU": self._gpus.count} if self._gpus is not None else {},
             ports=self._ports,
         )
+
+    async def _check_here(self) -> None:
+        """What can keep this machine from taking part is found before a token is used. Raises DeploymentError."""
+        check_programs()
+        check_free(*self._settings.listen)
+        if machine_shim.why_no_redirect() is None:
+            await asyncio.to_thread(other_gateways.clear, redirect.OVERLAY)
 
     async def _open_gateway(
         self, life: Membership, news: Mapping[str, Any], *, deployment: str

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from agents.gateway_keeper import CONTROL_NAME
 from agents.machine_folder import FOLDER_VARIABLE, GATEWAY_VARIABLE, note_environment
-from agents.ray_environment import ray_environment, source_folder, user_environment
+from agents.ray_environment import ray_environment, user_environment
 from mesh.errors import DeploymentError
+from mesh.own_source import source_folder
 from mesh.reasons import Reason
 
 SOCKETS_PREFIX = "gangmesh-"

@@ -16,7 +16,7 @@ from agents.head_line import ask_trust, head_api
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import KnownIdentity, read_identity, write_identity
 from mesh import __version__
-from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.errors import AuthenticationError, ConflictError
 from mesh.ids import MachineName
 from mesh.net.authority import new_key_pem, signing_request
 from mesh.net.clock import wall_clock
@@ -65,10 +65,9 @@ class Asking:
                     raise
                 _log.info("joining anew, by the token: %s", error)
         if token is None:
-            raise SpecError(
+            raise AuthenticationError(
                 "This machine has not joined before: it needs a token.",
-                hint="`mesh token create` on the head makes one; then: mesh join URL --token TOKEN",
-                field="--token",
+                hint="`mesh token create` on the head makes one; then: mesh join URL --token-file FILE",
             )
         authority = await ask_trust(self._settings.head, token.fingerprint)
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agents.machine_folder import FOLDER_VARIABLE
 from agents.raylet import RAY_SETTINGS
+from mesh.joining import JOIN_TOKEN_VARIABLE
 
 MARK = "GANGMESH_DEPLOYMENT"
 """On every process of a deployment: its id. See `coordinator.leftovers`."""
@@ -22,20 +23,13 @@ KEPT_PREFIXES = ("GANGMESH_", "LC_", *STORE_PREFIXES)
 NEVER_KEPT = frozenset(
     {
         "GANGMESH_TOKEN",
-        "GANGMESH_JOIN_TOKEN",
+        JOIN_TOKEN_VARIABLE,
         "GANGMESH_URL",
         "GANGMESH_DB",
         "GANGMESH_GATEWAY",
         FOLDER_VARIABLE,
     }
 )
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-def source_folder() -> Path | None:
-    """What has to be on PYTHONPATH for our packages to be found; None where they are installed."""
-    folder = Path(__file__).resolve().parents[1]
-    return None if folder.name in _INSTALLED else folder
 
 
 def ray_environment(
@@ -47,7 +41,7 @@ def ray_environment(
         user: the environment that the head was started with.
         token_file: Ray's authentication token.
         deployment_id: the mark by which the deployment's processes are found.
-        source: see `source_folder`.
+        source: see `mesh.own_source.source_folder`.
     """
     kept = {
         name: value

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,22 +36,31 @@ T = TypeVar("T")
 
 def find_install() -> RayInstall:
     """Ray's files. Raises DeploymentError."""
+    check_programs()
     import ray  # not before the head's environment is in place: Ray reads it when it is imported
 
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    install = RayInstall(
-        ray=Path(next(iter(spec.submodule_search_locations))), python=sys.executable, commit=ray.__commit__
-    )
+    return _install(ray.__commit__)
+
+
+def check_programs() -> None:
+    """Without importing Ray, which takes a second. Raises DeploymentError."""
+    install = _install("")
     for program in (install.gcs_server, install.raylet):
         if not os.access(program, os.X_OK):
             raise DeploymentError(
-                f"Ray {ray.__version__} has no program {program}.",
+                f"Ray {version('ray')} has no program {program}.",
                 hint="Install it again: pip install --force-reinstall ray.",
                 reason=Reason.INTERNAL,
             )
-    return install
+
+
+def _install(commit: str) -> RayInstall:
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return RayInstall(
+        ray=Path(next(iter(spec.submodule_search_locations))), python=sys.executable, commit=commit
+    )
 
 
 @contextlib.asynccontextmanager

@@ -16,12 +16,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import errno
 import ipaddress
-import json
 import logging
-import os
 import signal
 import sys
 from collections import Counter
@@ -32,10 +28,12 @@ from typing import Any
 
 import uvloop
 
+from agents.agent_program import ReadyLine, take_token
 from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
 from agents.gateway import address_and_port, raise_descriptor_limit
 from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
 from agents.machine_state import LEAVING_NAME, claimed
+from agents.own_port import check_free, port_errors
 from agents.relay_folder import KnownRelay, RelayFolder
 from agents.relay_leaving import leave_head
 from mesh import __version__
@@ -49,6 +47,7 @@ from mesh.errors import (
     TransportError,
 )
 from mesh.ids import MachineName
+from mesh.joining import RELAY_STATE
 from mesh.net.authority import new_key_pem, read_certificate, signing_request
 from mesh.net.clock import wall_clock
 from mesh.net.identity import RelayIdentity
@@ -56,7 +55,6 @@ from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.relay_outbox import report_out
 from mesh.net.roster import Revocations
-from mesh.net.sockets import listen
 from mesh.net.tokens import JoinToken
 from mesh.reasons import Reason
 
@@ -74,8 +72,6 @@ GOODBYE_LIMIT_S = 10.0
 SAID_EVERY = 60
 """Of failures alike, a few seconds apart, so many are one line in the log."""
 STREAMS_PER_MACHINE_MAX = 1024
-TOKEN_VARIABLE = "GANGMESH_JOIN_TOKEN"
-DEFAULT_STATE = Path("~/.gangmesh-relay")
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +110,7 @@ class RelayAgent:
 
     async def run(self, on_ready: Callable[[str], None] = lambda name: None) -> None:
         """Until `stop`. Raises MeshError when the head refuses, or cannot be reached the first time."""
-        self._check_free()
+        check_free(*self._settings.listen)
         known = self._known = await self._enter()
         relay = self._relay = Relay(
             identity=RelayIdentity(deployment=known.deployment, machine=MachineName(known.name)),
@@ -122,7 +118,7 @@ class RelayAgent:
         )
         relay.set_identity(known.credentials)
         relay.revoke(_revocations(known.revoked))
-        with self._port_errors():
+        with port_errors(*self._settings.listen):
             relay.start(listen_on=(self._settings.listen,))
         try:
             if self._is_announced:
@@ -160,26 +156,6 @@ class RelayAgent:
 
     # ---- entering ---------------------------------------------------------------------------------
 
-    def _check_free(self) -> None:
-        """Before a token is used up."""
-        with self._port_errors():
-            listen(*self._settings.listen).close()
-
-    @contextlib.contextmanager
-    def _port_errors(self) -> Any:
-        host, port = self._settings.listen
-        try:
-            yield
-        except OSError as error:
-            is_taken = error.errno == errno.EADDRINUSE
-            raise DeploymentError(
-                f"The relay cannot listen on {host} port {port}: {error.strerror}.",
-                hint="Another program has it; name another port: --listen."
-                if is_taken
-                else "Name another one: --listen.",
-                reason=Reason.PORT_TAKEN if is_taken else Reason.FORBIDDEN,
-            ) from error
-
     async def _enter(self) -> KnownRelay:
         """As the relay that it was, when it was one; else by its token."""
         known, token = self._folder.read_known(), self._settings.token
@@ -194,10 +170,10 @@ class RelayAgent:
                 _log.warning("going on as %s without the head, for now: %s", known.name, error)
                 return replace(known, head=self._settings.head.url)
         if token is None:
-            raise SpecError(
+            raise AuthenticationError(
                 "This relay has not taken part before: it needs a token.",
-                hint="`mesh token create --relay` on the head makes one; then: mesh relay URL --token TOKEN --listen …",
-                field="--token",
+                hint="`mesh token create --relay` on the head makes one; then: mesh relay URL --token-file FILE "
+                "--listen …",
             )
         authority = await ask_trust(self._settings.head, token.fingerprint)
         return await self._ask_with({"token": str(token)}, authority)
@@ -420,7 +396,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", metavar="ADDRESS:PORT", required=True)
     parser.add_argument("--public-address", metavar="ADDRESS", default="")
     parser.add_argument("--name-hint", metavar="NAME", default="")
-    parser.add_argument("--state", metavar="DIR", type=Path, default=DEFAULT_STATE)
+    parser.add_argument("--state", metavar="DIR", type=Path, default=RELAY_STATE)
     parser.add_argument(
         "--ready-fd", metavar="FD", type=int, help="told when it has joined, or why it has not"
     )
@@ -449,38 +425,28 @@ def read_settings(options: argparse.Namespace, token: str | None) -> RelaySettin
     )
 
 
-async def serve(settings: RelaySettings, folder: RelayFolder, tell: Callable[[dict[str, Any]], None]) -> None:
+async def serve(settings: RelaySettings, folder: RelayFolder, ready: ReadyLine) -> None:
     """Until SIGTERM or SIGINT. Raises MeshError, OSError."""
     agent = RelayAgent(settings, folder)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stop)
-    await agent.run(lambda name: tell({"ready": True, "name": name}))
+    await agent.run(ready.joined)
 
 
 def main() -> int:
     options = build_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    token = os.environ.pop(TOKEN_VARIABLE, None)
+    ready, token = ReadyLine(options.ready_fd), take_token()
     raise_descriptor_limit()
-
-    def tell(news: dict[str, Any]) -> None:
-        if options.ready_fd is not None:
-            with contextlib.suppress(OSError):  # a reader that has gone away is no reason to stop
-                os.write(options.ready_fd, json.dumps(news).encode() + b"\n")
-                os.close(options.ready_fd)
-            options.ready_fd = None
-
     path = options.state.expanduser().absolute()
     try:
         settings = read_settings(options, token)
         with claimed(path):
             (path / LEAVING_NAME).unlink(missing_ok=True)  # of one that was killed meanwhile
-            uvloop.run(serve(settings, RelayFolder(path), tell))
+            uvloop.run(serve(settings, RelayFolder(path), ready))
     except (MeshError, OSError) as error:
-        tell({"error": error.to_wire() if isinstance(error, MeshError) else {"message": str(error)}})
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - why it ended
-        return 1
+        return ready.failed(error)
     return 0
 
 

@@ -175,6 +175,7 @@ def _serve_claimed(
     from coordinator.listen import bind, checked_address, listen_default, mesh_listen, parse_listen, url_of
     from mesh.deployment import CHECKPOINTS_VARIABLE, DB_VARIABLE
     from mesh.net.overlay import HEAD_NUMBER, machine_overlay
+    from mesh.own_source import source_folder
 
     machines, address = _checked_machines(options.machines, MACHINES_MAX), LOOPBACK
     if options.address is not None:
@@ -206,7 +207,7 @@ def _serve_claimed(
     )
     os.chdir(state.ray)  # Ray puts the driver's folder on its workers' path: let it be one without packages
 
-    source = ray_environment.source_folder()
+    source = source_folder()
     state.secret("ray-token")
     clean = ray_environment.ray_environment(
         original, token_file=state.path / "ray-token", deployment_id=state.deployment_id, source=source

@@ -113,6 +113,8 @@ class HttpTransport:
         token: the deployment's token.
         fate: the error to raise when the deployment is known to be gone for good, else None; asked when a
             connection fails.
+        unreachable: the error to raise when there is no connection, for who knows what its user can do about it; gets
+            what happened, an OSError where it was one.
     """
 
     def __init__(
@@ -123,11 +125,13 @@ class HttpTransport:
         fate: Callable[[], MeshError | None],
         tls: ssl.SSLContext | None = None,
         tls_name: str | None = None,
+        unreachable: Callable[[Exception], TransportError] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "server_hostname": tls_name}
         self._token = token
         self._fate = fate
+        self._unreachable = unreachable
         self._session: aiohttp.ClientSession | None = None
         self._has_answered = False
 
@@ -248,6 +252,8 @@ class HttpTransport:
             return error
         # aiohttp's own words for it name an object of ours
         cause = getattr(error, "os_error", None) or error
+        if self._unreachable is not None:
+            return self._unreachable(cause)
         detail = getattr(cause, "strerror", None) or str(cause) or type(error).__name__
         return TransportError(
             f"The deployment at {self.url} cannot be reached ({detail}).",

@@ -20,9 +20,11 @@ from mesh.errors import (
     MeshError,
     MeshTimeoutError,
     NotFoundError,
+    RemoteProtocolError,
     SpecError,
     TransportError,
 )
+from mesh.reasons import Reason
 from mesh.states import RunState
 
 
@@ -63,6 +65,10 @@ TABLE = """Exit codes:
     141  the reader of the output has gone, as after `| head -1` (the run goes on)
     143  SIGTERM
 
+For `mesh join` and `mesh relay` 3 is that the head cannot be reached or cannot reach the relay, 5 that a
+port, the folder or the identity is in use or that the versions differ, 6 that the head refuses who asks, and
+1 that this machine lacks something. They end with 0 when they were told to stop.
+
 `mesh run` and `mesh wait` exit with the run's own code: that of the rank that failed first, 128 + n when it
 was ended by signal n, 126 and 127 when its command could not be executed or was not found. In a pipeline
 such as `mesh run … | tee log`, use `set -o pipefail`: a shell reports the last program's code otherwise."""
@@ -81,6 +87,22 @@ _CODE_OF_CLASS: tuple[tuple[type[MeshError], ExitCode], ...] = (
 def code_of_error(error: MeshError) -> ExitCode:
     """The exit code for an error of `mesh` itself."""
     return next((code for cls, code in _CODE_OF_CLASS if isinstance(error, cls)), ExitCode.FAILED)
+
+
+_CODE_OF_REASON = {
+    Reason.UNREACHABLE: ExitCode.NO_DEPLOYMENT,
+    Reason.DEPLOYMENT_NOT_RUNNING: ExitCode.NO_DEPLOYMENT,
+    Reason.PORT_TAKEN: ExitCode.CONFLICT,
+    Reason.DEPLOYMENT_BUSY: ExitCode.CONFLICT,
+    Reason.CONFLICT: ExitCode.CONFLICT,
+}
+
+
+def code_of_agent(error: MeshError) -> ExitCode:
+    """The exit code of `mesh join`, `mesh relay` and `mesh leave`, where not everything is about the deployment."""
+    if isinstance(error, DeploymentError):
+        return _CODE_OF_REASON.get(error.reason, ExitCode.FAILED)
+    return ExitCode.NO_DEPLOYMENT if isinstance(error, RemoteProtocolError) else code_of_error(error)
 
 
 def code_of_run(run: Mapping[str, Any]) -> int:

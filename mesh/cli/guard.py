@@ -68,12 +68,12 @@ def open_missing_streams() -> None:
             setattr(sys, ("stdin", "stdout", "stderr")[descriptor], stream)
 
 
-def report(error: MeshError) -> int:
+def report(error: MeshError, code_of: Callable[[MeshError], ExitCode] = code_of_error) -> int:
     """Says what went wrong and what to do; returns the exit code."""
     lines = [f"mesh: {line}" if i == 0 else line for i, line in enumerate(error.message.splitlines() or [""])]
     lines += error.hint.splitlines()
     write_err("".join(printable(line) + "\n" for line in lines))
-    return code_of_error(error)
+    return code_of(error)
 
 
 def leave(code: int) -> NoReturn:

@@ -37,6 +37,7 @@ from mesh.deployment import (
     read_record,
 )
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
+from mesh.own_source import with_own_source
 from mesh.reasons import Reason
 
 START_LIMIT_S = 180.0
@@ -210,17 +211,12 @@ def _spawn(options: HeadOptions, ready_fd: int) -> subprocess.Popen[bytes]:
 
 
 def head_environment(options: HeadOptions) -> dict[str, str]:
-    """Ours, so that the head imports the same packages as this client, installed or not."""
     environment = dict(os.environ)
     if options.db is not None:
         environment[DB_VARIABLE] = options.db
     if options.checkpoints is not None:
         environment[CHECKPOINTS_VARIABLE] = options.checkpoints
-    source = Path(__file__).resolve().parents[2]
-    if source.name not in ("site-packages", "dist-packages"):
-        known = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{source}{os.pathsep}{known}" if known else str(source)
-    return environment
+    return with_own_source(environment)
 
 
 async def _until_ready(

@@ -256,6 +256,7 @@ if __name__ == "__main__":
     from agents import ray_environment
     from agents.child import become_subreaper
     from coordinator.deployment import claim
+    from mesh.own_source import source_folder
 
     with claim(Path(sys.argv[1])) as folder:
         folder.prepare()
@@ -265,7 +266,7 @@ if __name__ == "__main__":
             os.environ,
             token_file=folder.path / "ray-token",
             deployment_id=folder.deployment_id,
-            source=ray_environment.source_folder(),
+            source=source_folder(),
         )
         os.environ.clear()
         os.environ.update(clean)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from agents.__main__ import TOKEN_VARIABLE, _read_token
+from agents.agent_program import take_token
+from agents.head_line import HeadUrl, cannot_reach
 from agents.join_mesh_settings import read_settings
 from agents.join_options import read_labels
 from agents.mesh_ports import CHECK_PORTS, FIRST_PORTS, PORTS, MeshPorts, free_ports
 from coordinator.listen import mesh_listen
-from mesh.cli import join as cli_join
+from mesh.cli import agent as cli_agent
 from mesh.cli.app import app
 from mesh.errors import DeploymentError, SpecError
+from mesh.joining import JOIN_TOKEN_VARIABLE
 from mesh.reasons import Reason
 
 TOKEN = f"gm1.{'a' * 12}.{'b' * 48}.{'c' * 64}"
@@ -76,10 +81,51 @@ def test_labels_of_ours_are_not_the_users_to_give() -> None:
 def test_a_token_is_taken_out_of_the_environment_that_commands_get(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    assert _read_token(None) == TOKEN
-    assert TOKEN_VARIABLE not in os.environ
-    assert TOKEN_VARIABLE == cli_join.TOKEN_VARIABLE
+    monkeypatch.setenv(JOIN_TOKEN_VARIABLE, TOKEN)
+    assert take_token() == TOKEN
+    assert JOIN_TOKEN_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("given", ["--token", "--token-file", "-", "variable"])
+@pytest.mark.parametrize("command", ["join", "relay"])
+def test_an_agent_gets_its_token_where_nobody_else_can_read_it(
+    command: str, given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    words, typed = {
+        "--token": (["--token", TOKEN], ""),
+        "--token-file": (["--token-file", str(tmp_path / "token")], ""),
+        "-": (["--token-file", "-"], f"{TOKEN}\n"),
+        "variable": ([], ""),
+    }[given]
+    monkeypatch.setenv(JOIN_TOKEN_VARIABLE, TOKEN if given == "variable" else "another")
+    started: dict[str, Any] = {}
+
+    def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        started.update(arguments=arguments, environment=environment)
+        raise SystemExit
+
+    monkeypatch.setattr(cli_agent.os, "execve", execve)
+    CliRunner().invoke(app, [command, "https://10.0.0.1:8471", "--listen", "0.0.0.0:1", *words], input=typed)
+    assert started["environment"][JOIN_TOKEN_VARIABLE] == TOKEN
+    assert TOKEN not in " ".join(started["arguments"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--token", TOKEN, "--token-file", "x"],
+        ["--token-file", "/nowhere/token"],
+        ["--token-file", "/dev/null"],
+        ["--token-file", "-"],
+    ],
+)
+def test_a_token_that_cannot_be_read_is_no_reason_to_go_without(
+    wrong: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = CliRunner().invoke(app, ["join", "https://10.0.0.1:8471", *wrong])
+    assert done.exit_code == 2
+    assert "token" in capfd.readouterr().err
 
 
 def test_mesh_join_of_a_plain_api_says_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
@@ -110,8 +156,6 @@ def test_a_mesh_port_may_be_of_ipv6() -> None:
 
 
 def test_the_ports_of_a_machine_are_a_block_in_which_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
     ports = free_ports()
     assert ports.first in FIRST_PORTS
     used = {ports.directory, ports.node_manager, ports.object_manager, ports.store, ports.logs}
@@ -125,3 +169,21 @@ def test_the_ports_of_a_machine_are_a_block_in_which_nobody_listens(monkeypatch:
             free_ports()
     assert raised.value.reason is Reason.PORT_TAKEN
     assert MeshPorts(ports.first) == ports
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionRefusedError(111, "x"), ["nobody listens there", "--listen"]),
+        (TimeoutError(), ["no answer", "open it", "firewall"]),
+        (OSError(113, "No route to host"), ["No route to host", "address"]),
+        (socket.gaierror(-2, "Name or service not known"), ["Name or service not known", "resolver"]),
+        (ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number"), ["no mesh port", "--listen"]),
+        (ssl.SSLCertVerificationError(1, "x"), ["another certificate", "address"]),
+    ],
+)
+def test_a_head_out_of_reach_is_named_with_its_port_and_what_to_do(error: OSError, words: list[str]) -> None:
+    said = str(cannot_reach(HeadUrl.parse("https://head.example:8471"), error))
+    for word in ("head.example port 8471", "cannot be reached", *words):
+        assert word in said
+    assert "mesh status" not in said

@@ -31,6 +31,7 @@ from coordinator.mesh_machines import HEAD
 from mesh import private_writer
 from mesh.errors import AuthenticationError, ConflictError, DeploymentError, MeshError, SpecError
 from mesh.ids import MachineName
+from mesh.joining import JOIN_TOKEN_VARIABLE
 from mesh.net.authority import read_certificate
 from mesh.net.gateway import Gateway
 from mesh.net.relay_client import RelayPlace
@@ -507,7 +508,7 @@ async def start(
 ) -> asyncio.subprocess.Process:
     """As `mesh relay` does."""
     reading, writing = os.pipe()
-    environment = dict(os.environ) | ({} if token is None else {"GANGMESH_JOIN_TOKEN": str(token)})
+    environment = dict(os.environ) | ({} if token is None else {JOIN_TOKEN_VARIABLE: str(token)})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "agents.relay_agent", "--head", url.url),
         *("--listen", f"127.0.0.1:{port}", "--state", str(folder), "--ready-fd", str(writing)),
