@@ -234,7 +234,7 @@ async def test_a_port_that_is_taken_costs_no_token(head: HeadWorld, tmp_path: Pa
     token = await relay_token(head)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         made = agent(head, tmp_path / "r", token, port=taken.getsockname()[1])
-        with pytest.raises(DeploymentError, match="cannot listen") as caught:
+        with pytest.raises(DeploymentError, match="Nothing can listen") as caught:
             await made.run()
     assert caught.value.reason is Reason.PORT_TAKEN
     assert [facts["state"] for facts in head.desk.list_tokens()] == ["Open"]
