@@ -13,6 +13,7 @@ from typing import Any
 
 from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
 from agents.head_line import ask_trust, head_api
+from agents.join_key import forget_join_key, join_key
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import KnownIdentity, read_identity, write_identity
 from mesh import __version__
@@ -71,7 +72,8 @@ class Asking:
             )
         authority = await ask_trust(self._settings.head, token.fingerprint)
         try:
-            return await self._ask_with({"token": str(token)}, authority)
+            key = await asyncio.to_thread(join_key, self._folder, token)
+            return await self._ask_with({"token": str(token)}, authority, key)
         except AuthenticationError:
             if known is None:
                 raise
@@ -84,13 +86,12 @@ class Asking:
         """A machine that was cut off by its death may still be there for its head: it is waited for."""
         again = {"again": {"name": known.name, "secret": known.secret}}
         return await ask_until_free(
-            lambda: self._ask_with(again, known.bundle.encode()), patience_s=patience_s
+            lambda: self._ask_with(again, known.bundle.encode(), new_key_pem()), patience_s=patience_s
         )
 
     async def _ask_with(
-        self, credentials: Mapping[str, Any], authority_pem: bytes
+        self, credentials: Mapping[str, Any], authority_pem: bytes, key: bytes
     ) -> tuple[dict[str, Any], Membership]:
-        key = new_key_pem()
         request = {
             **credentials,
             "request": signing_request(key).decode(),
@@ -124,3 +125,4 @@ class Asking:
             head=self._settings.head.url, name=life.name, secret=life.secret, bundle=life.bundle_pem.decode()
         )
         write_identity(self._folder, known)
+        forget_join_key(self._folder)

@@ -32,6 +32,7 @@ from agents.agent_program import ReadyLine, take_token
 from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
 from agents.gateway import address_and_port, raise_descriptor_limit
 from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
+from agents.join_key import forget_join_key, join_key
 from agents.machine_state import LEAVING_NAME, claimed
 from agents.own_port import check_free, port_errors
 from agents.relay_folder import KnownRelay, RelayFolder
@@ -176,16 +177,18 @@ class RelayAgent:
                 "--listen …",
             )
         authority = await ask_trust(self._settings.head, token.fingerprint)
-        return await self._ask_with({"token": str(token)}, authority)
+        key = await asyncio.to_thread(join_key, self._folder.path, token)
+        known = await self._ask_with({"token": str(token)}, authority, key)
+        await asyncio.to_thread(forget_join_key, self._folder.path)
+        return known
 
     async def _ask_again(self, known: KnownRelay) -> KnownRelay:
         again = {"again": {"name": known.name, "secret": known.secret}}
         return await ask_until_free(
-            lambda: self._ask_with(again, known.bundle.encode()), patience_s=IN_USE_LIMIT_S
+            lambda: self._ask_with(again, known.bundle.encode(), new_key_pem()), patience_s=IN_USE_LIMIT_S
         )
 
-    async def _ask_with(self, credentials: dict[str, Any], authority_pem: bytes) -> KnownRelay:
-        key = new_key_pem()
+    async def _ask_with(self, credentials: dict[str, Any], authority_pem: bytes, key: bytes) -> KnownRelay:
         request = {
             **credentials,
             "request": signing_request(key).decode(),

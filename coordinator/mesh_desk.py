@@ -23,14 +23,14 @@ from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MACHINES_NAME, TOKENS_NAME, MeshBooks
 from coordinator.mesh_machines import HEAD, MeshMachine, checked_hint
 from coordinator.mesh_news import MeshNewsroom
-from coordinator.mesh_requests import check_clock, text_of
+from coordinator.mesh_requests import ShownToken, check_clock, shown_token, text_of
 from coordinator.relay_desk import RelayDesk
 from mesh.errors import SpecError
 from mesh.ids import MachineName
 from mesh.net.clock import wall_clock
 from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 from mesh.net.roster import MachinePlace, Machines
-from mesh.net.tokens import TTL_S, JoinToken, TokenRecord
+from mesh.net.tokens import TTL_S, JoinToken, TokenRecord, used_already
 from mesh.resources import JoinTokenFacts
 
 ADDRESSES_MAX = 8
@@ -103,7 +103,6 @@ class MeshDesk:
             authority=authority,
             around=around,
             newsroom=self._newsroom,
-            redeem=lambda text: self._redeem(text, for_relay=True),
             revoked=self.revoked,
             save=books.save,
         )
@@ -152,15 +151,20 @@ class MeshDesk:
         self._around.check_versions(request)
         hint = checked_hint(request.get("nameHint"))
         cluster = self._around.cluster()
-        before = await self._admit(request)
+        signing = text_of(request, "request").encode()
+        self._admit(request)
         name = MachineName(f"{hint}-{await self._around.next_name_number()}")
-        if before is not None:  # a copy of its disk may have come back while the number was waited for
-            self._may_come_back(request)
-        certificate = self._authority.sign_machine(text_of(request, "request").encode(), name)
+        shown, before = self._admit(
+            request
+        )  # again: somebody else may have come while the number was waited for
+        certificate = self._authority.sign_machine(signing, name)
         secret = secrets.token_hex(SECRET_BYTES)
         machine = self._books.machines.enter(name, secret, now=wall_clock())
         if before is not None:
             self._books.machines.succeed(before, name, now=wall_clock())
+        if shown is not None:
+            self._books.tokens.redeem(shown.record, key=shown.key, name=name, now=wall_clock())
+            await self._books.save(TOKENS_NAME)
         await self._books.save(MACHINES_NAME)
         self._newsroom.tell()
         node_id = self._around.new_node_id()
@@ -176,12 +180,18 @@ class MeshDesk:
             "news": self._news(),
         }
 
-    async def _admit(self, request: Mapping[str, Any]) -> MachineName | None:
-        """The machine that comes back; None for one that has shown a token, which is used up now."""
-        if request.get("again") is None:
-            await self._redeem(text_of(request, "token"), for_relay=False)
-            return None
-        return self._may_come_back(request)
+    def _admit(self, request: Mapping[str, Any]) -> tuple[ShownToken | None, MachineName | None]:
+        """The token that is shown, if one is, and the machine whose place is taken. Changes nothing.
+
+        Raises SpecError, AuthenticationError, ConflictError.
+        """
+        if request.get("again") is not None:
+            return None, self._may_come_back(request)
+        shown = shown_token(request, self._books.tokens, for_relay=False)
+        before = shown.name_before
+        if before is not None and not self._books.machines.may_begin_anew(before):
+            raise used_already(shown.record)
+        return shown, before if before in self._books.machines.machines else None
 
     def _may_come_back(self, request: Mapping[str, Any]) -> MachineName:
         """The machine that comes back. Raises SpecError, AuthenticationError, ConflictError."""
@@ -192,12 +202,6 @@ class MeshDesk:
         is_followed = self._newsroom.is_followed(name)
         self._books.machines.may_come_back(name, text_of(again, "secret"), is_followed=is_followed)
         return name
-
-    async def _redeem(self, text: str, *, for_relay: bool) -> None:
-        """The token is used up. Raises SpecError, AuthenticationError, StorageError."""
-        token = JoinToken.parse(text)
-        self._books.tokens.redeem(token.id, token.secret, now=wall_clock(), for_relay=for_relay)
-        await self._books.save(TOKENS_NAME)
 
     async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> MeshNews:
         """What is new since `after`; waits for it, for a while. `is_gone`: who asked does not wait any more.

@@ -106,6 +106,16 @@ class MeshMachines:
             )
         return machine
 
+    def may_begin_anew(self, name: MachineName) -> bool:
+        """Whether the machine that got this name by a token may ask for another one by it: it never heard of the name,
+        as far as anybody can tell. Nobody has used its secret, nor come back with it.
+        """
+        machine = self.machines.get(name)
+        if machine is None:
+            return True
+        successor = self.machines.get(machine.successor) if machine.successor is not None else None
+        return not machine.was_heard and (successor is None or not successor.was_heard)
+
     def succeed(self, old: MachineName, new: MachineName, *, now: float) -> None:
         """`old` has come back as `new`: it is gone, and so is a successor that nobody has heard of."""
         machine = self.machines[old]

@@ -67,8 +67,17 @@ class MeshRelays:
         relay = self.relays[name] = MeshRelay(name=name, secret_hash=hash_secret(secret), joined_at=now)
         return relay
 
-    def come_back(self, name: MachineName, secret: str, next_secret: str, *, is_followed: bool) -> MeshRelay:
-        """It was started again.
+    def may_begin_anew(self, name: MachineName) -> bool:
+        """Whether the relay that got this name by a token may take part by it again: it has not been heard of."""
+        relay = self.relays.get(name)
+        return relay is None or (not relay.was_heard and not relay.earlier_hash and relay.gone_at is None)
+
+    def begin_anew(self, name: MachineName, secret: str) -> None:
+        """It has not heard its secret, and gets another one."""
+        self.relays[name] = replace(self.relays[name], secret_hash=hash_secret(secret))
+
+    def may_come_back(self, name: MachineName, secret: str, *, is_followed: bool) -> MeshRelay:
+        """Whether who has this secret may start again as this relay. Changes nothing.
 
         Args:
             is_followed: somebody who shows the relay's secret waits for news right now.
@@ -85,8 +94,15 @@ class MeshRelays:
                 "a token of its own.",
                 reason=Reason.IDENTITY_IN_USE,
             )
+        return relay
+
+    def come_back(self, name: MachineName, secret: str, next_secret: str, *, is_followed: bool) -> MeshRelay:
+        """It was started again. Raises as `may_come_back`."""
         relay = self.relays[name] = replace(
-            relay, secret_hash=hash_secret(next_secret), earlier_hash=hash_secret(secret), was_heard=False
+            self.may_come_back(name, secret, is_followed=is_followed),
+            secret_hash=hash_secret(next_secret),
+            earlier_hash=hash_secret(secret),
+            was_heard=False,
         )
         return relay
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mesh.errors import AuthenticationError, SpecError
+from mesh.ids import MachineName
+from mesh.net import tokens
+from mesh.net.authority import key_fingerprint
 from mesh.net.clock import is_skewed, skew_text, wall_clock
+from mesh.net.tokens import JoinToken, TokenBook, TokenRecord
 from mesh.reasons import Reason
 
 
@@ -25,6 +30,27 @@ def check_clock(request: Mapping[str, Any]) -> None:
             hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
             reason=Reason.CLOCK_SKEW,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownToken:
+    """A token that may be used now, with the key of the request that shows it."""
+
+    record: TokenRecord
+    key: str
+
+    @property
+    def name_before(self) -> MachineName | None:
+        """What was given for it before to who asks again."""
+        return MachineName(self.record.used_for) if self.record.used_for else None
+
+
+def shown_token(request: Mapping[str, Any], book: TokenBook, *, for_relay: bool) -> ShownToken:
+    """Changes nothing. Raises SpecError, AuthenticationError."""
+    record = book.find(JoinToken.parse(text_of(request, "token")))
+    key = key_fingerprint(text_of(request, "request").encode())
+    tokens.check(record, key=key, now=wall_clock(), for_relay=for_relay)
+    return ShownToken(record=record, key=key)
 
 
 def text_of(request: Mapping[str, Any], key: str) -> str:

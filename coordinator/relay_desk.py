@@ -19,16 +19,17 @@ from typing import Any, Protocol
 
 from coordinator.api.relay_service import RelayNews, RelayTerms
 from coordinator.mesh_authority import MeshAuthority
-from coordinator.mesh_books import LEDGER_NAME, RELAYS_NAME, MeshBooks
+from coordinator.mesh_books import LEDGER_NAME, RELAYS_NAME, TOKENS_NAME, MeshBooks
 from coordinator.mesh_machines import HEAD, checked_hint
 from coordinator.mesh_news import MeshNewsroom
 from coordinator.mesh_relays import DEFAULT_HINT, MeshRelay
-from coordinator.mesh_requests import check_clock, text_of
+from coordinator.mesh_requests import ShownToken, check_clock, shown_token, text_of
 from mesh import __version__
 from mesh.errors import ConflictError, RemoteProtocolError, SpecError
 from mesh.ids import MachineName, RunUid
 from mesh.net.clock import wall_clock
 from mesh.net.relay_outbox import Report, report_in
+from mesh.net.tokens import used_already
 from mesh.resources import RelayedBytes, RelayFacts
 
 SILENT_S = 30.0
@@ -52,7 +53,6 @@ class RelayDesk:
     """One head's.
 
     Args:
-        redeem: uses a join token up; raises AuthenticationError.
         revoked: machines and relays that nobody believes any more.
         save: writes a book, by its name.
     """
@@ -64,7 +64,6 @@ class RelayDesk:
         authority: MeshAuthority,
         around: Surroundings,
         newsroom: MeshNewsroom,
-        redeem: Callable[[str], Awaitable[None]],
         revoked: Callable[[], list[MachineName]],
         save: Callable[[str], Awaitable[None]],
     ) -> None:
@@ -72,7 +71,6 @@ class RelayDesk:
         self._authority = authority
         self._around = around
         self._newsroom = newsroom
-        self._redeem = redeem
         self._revoked = revoked
         self._save = save
         self._began = time.monotonic()
@@ -103,23 +101,10 @@ class RelayDesk:
         hint = checked_hint(request.get("nameHint") or DEFAULT_HINT)
         signing = text_of(request, "request").encode()
         secret = secrets.token_hex(SECRET_BYTES)
-        again = request.get("again")
-        if again is None:
-            await self._redeem(text_of(request, "token"))
-            name = MachineName(f"{hint}-{await self._around.next_name_number()}")
-            certificate = self._authority.sign_relay(signing, name)
-            self._books.relays.enter(name, secret, now=wall_clock())
+        if request.get("again") is None:
+            name, certificate = await self._enter(request, hint, signing, secret)
         else:
-            if not isinstance(again, dict):
-                raise SpecError("`again` is the name and the secret of a relay.", field="again")
-            name = MachineName(text_of(again, "name"))
-            certificate = self._authority.sign_relay(signing, name)
-            self._books.relays.come_back(
-                name,
-                text_of(again, "secret"),
-                secret,
-                is_followed=self._newsroom.is_followed(name),
-            )
+            name, certificate = self._come_back(request, signing, secret)
         await self._save(RELAYS_NAME)
         return {
             "name": name,
@@ -128,6 +113,46 @@ class RelayDesk:
             "certificate": certificate.decode(),
             "news": self._news(),
         }
+
+    async def _enter(
+        self, request: Mapping[str, Any], hint: str, signing: bytes, secret: str
+    ) -> tuple[MachineName, bytes]:
+        """By a token: the relay's name and certificate."""
+        self._shown(request)
+        number = await self._around.next_name_number()
+        shown = self._shown(request)  # again: somebody else may have come while the number was waited for
+        name = shown.name_before
+        is_known = name in self._books.relays.relays
+        if name is None or not is_known:
+            name = MachineName(f"{hint}-{number}")
+        certificate = self._authority.sign_relay(signing, name)
+        if is_known:
+            self._books.relays.begin_anew(name, secret)
+        else:
+            self._books.relays.enter(name, secret, now=wall_clock())
+        self._books.tokens.redeem(shown.record, key=shown.key, name=name, now=wall_clock())
+        await self._save(TOKENS_NAME)
+        return name, certificate
+
+    def _shown(self, request: Mapping[str, Any]) -> ShownToken:
+        """Changes nothing. Raises SpecError, AuthenticationError."""
+        shown = shown_token(request, self._books.tokens, for_relay=True)
+        if shown.name_before is not None and not self._books.relays.may_begin_anew(shown.name_before):
+            raise used_already(shown.record)
+        return shown
+
+    def _come_back(
+        self, request: Mapping[str, Any], signing: bytes, secret: str
+    ) -> tuple[MachineName, bytes]:
+        again = request.get("again")
+        if not isinstance(again, dict):
+            raise SpecError("`again` is the name and the secret of a relay.", field="again")
+        name, shown = MachineName(text_of(again, "name")), text_of(again, "secret")
+        is_followed = self._newsroom.is_followed(name)
+        self._books.relays.may_come_back(name, shown, is_followed=is_followed)
+        certificate = self._authority.sign_relay(signing, name)
+        self._books.relays.come_back(name, shown, secret, is_followed=is_followed)
+        return name, certificate
 
     async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> RelayNews:
         """What is new since `after`; waits for it, for a while. Raises AuthenticationError."""

@@ -72,6 +72,13 @@ def read_certificate(pem: bytes) -> PeerCertificate:
         raise AuthenticationError(f"This is no certificate of a machine or member: {error}.") from error
 
 
+def key_fingerprint(request_pem: bytes) -> str:
+    """SHA-256 of the key that a request proves to hold, as hex. Raises AuthenticationError."""
+    key = _requested_key(request_pem)
+    spki = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(spki).hexdigest()
+
+
 def fingerprint(authority_pem: bytes) -> str:
     """SHA-256 of an authority's certificate as hex: what a join token carries. Raises AuthenticationError."""
     try:

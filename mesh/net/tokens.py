@@ -2,8 +2,10 @@
 
 Rules of this file:
 1. A token is a secret and the fingerprint of the authority: who joins knows whom it talks to before it says the secret.
-2. Only the hash of the secret is kept. A token is used up by the first use, also by one that leads to nothing. It is
-   good for a machine or for a relay, never for both; the other one does not use it up.
+2. Only the hash of the secret is kept. A token is used up by the first who is taken in with it, and bound to the key
+   of their certificate request: while it is valid the same key may ask again, since an answer can be lost. Whether
+   that still leads to anything the books of machines and relays say. What is refused uses no token up.
+   It is good for a machine or for a relay, never for both.
 3. Pure: the time (seconds since 1970) and the secret are arguments. The book is bounded.
 
     gm1.<id>.<secret>.<fingerprint>
@@ -72,6 +74,10 @@ class TokenRecord:
     secret_hash: str
     expires_at: float
     used_at: float | None = None
+    used_by: str = ""
+    """Fingerprint of the key that is bound to it."""
+    used_for: str = ""
+    """The name that was given for it last."""
     revoked_at: float | None = None
     for_relay: bool = False
     """A relay starts with it; otherwise a machine joins."""
@@ -110,30 +116,19 @@ class TokenBook:
         self.records[token.id] = record
         return record
 
-    def redeem(self, token_id: str, secret: str, *, now: float, for_relay: bool = False) -> TokenRecord:
-        """Uses a token up. Raises AuthenticationError, which says what is wrong with it.
-
-        That a token was used or has expired is told only to who has its secret.
-        """
-        record = self.records.get(token_id)
+    def find(self, token: JoinToken) -> TokenRecord:
+        """What is known of a token, for who has its secret. Raises AuthenticationError."""
+        record = self.records.get(token.id)
         # Compared also when there is none, so that the time it takes tells nothing about which ids exist.
         known = record.secret_hash if record is not None else hash_secret("")
-        if not hmac.compare_digest(known, hash_secret(secret)) or record is None:
+        if not hmac.compare_digest(known, hash_secret(token.secret)) or record is None:
             raise AuthenticationError("This join token is not known here.", hint=_NEW_TOKEN)
-        if record.revoked_at is not None:
-            raise AuthenticationError(f"The join token {token_id} has been revoked.", hint=_NEW_TOKEN)
-        if record.used_at is not None:
-            raise AuthenticationError(f"The join token {token_id} has been used already.", hint=_NEW_TOKEN)
-        if now >= record.expires_at:
-            raise AuthenticationError(f"The join token {token_id} has expired.", hint=_NEW_TOKEN)
-        if record.for_relay != for_relay:
-            kinds = ("a relay", "a machine") if record.for_relay else ("a machine", "a relay")
-            raise AuthenticationError(
-                f"The join token {token_id} is for {kinds[0]}, not for {kinds[1]}.", hint=_KINDS
-            )
-        used = replace(record, used_at=now)
-        self.records[token_id] = used
-        return used
+        return record
+
+    def redeem(self, record: TokenRecord, *, key: str, name: str, now: float) -> None:
+        """Uses a token up that was checked just now, for who gets this name."""
+        used_at = now if record.used_at is None else record.used_at
+        self.records[record.id] = replace(record, used_at=used_at, used_by=key, used_for=name)
 
     def revoke(self, token_id: str, *, now: float) -> TokenRecord:
         """Nobody joins with it any more. Raises NotFoundError; ConflictError when somebody has."""
@@ -157,6 +152,25 @@ class TokenBook:
 
     def _forget(self, now: float) -> None:
         self.records = dict(self.open_tokens(now=now))
+
+
+def check(record: TokenRecord, *, key: str, now: float, for_relay: bool = False) -> None:
+    """Whether a token may be used now, with this key. Raises AuthenticationError: what is wrong with it."""
+    if record.revoked_at is not None:
+        raise AuthenticationError(f"The join token {record.id} has been revoked.", hint=_NEW_TOKEN)
+    if record.used_at is not None and record.used_by != key:
+        raise used_already(record)
+    if now >= record.expires_at:
+        raise AuthenticationError(f"The join token {record.id} has expired.", hint=_NEW_TOKEN)
+    if record.for_relay != for_relay:
+        kinds = ("a relay", "a machine") if record.for_relay else ("a machine", "a relay")
+        raise AuthenticationError(
+            f"The join token {record.id} is for {kinds[0]}, not for {kinds[1]}.", hint=_KINDS
+        )
+
+
+def used_already(record: TokenRecord) -> AuthenticationError:
+    return AuthenticationError(f"The join token {record.id} has been used already.", hint=_NEW_TOKEN)
 
 
 _KINDS = "`mesh token create` makes one to join with as a machine; with --relay it makes one to start a relay with."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
@@ -10,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509 import CertificateSigningRequestBuilder, Name
 
 from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.net import tokens
 from mesh.net.authority import (
     AUTHORITY_TTL_S,
     MACHINE_TTL_S,
@@ -192,26 +194,46 @@ def token(number: int = 1) -> JoinToken:
     return JoinToken(id=f"{number:012x}", secret=f"{number + 5:048x}", fingerprint="f" * 64)
 
 
+def redeem(book: TokenBook, token: JoinToken, *, now: float, key: str = "key", name: str = "m-1") -> None:
+    record = book.find(token)
+    tokens.check(record, key=key, now=now)
+    book.redeem(record, key=key, name=name, now=now)
+
+
 def test_a_token_is_good_once() -> None:
     book = TokenBook()
     record = book.add(token(), now=NOW)
     assert token().secret not in repr(book)
     assert token().secret not in repr(token())
     assert record.secret_hash != token().secret
-    book.redeem(token().id, token().secret, now=NOW + 1)
+    redeem(book, token(), now=NOW + 1)
     with pytest.raises(AuthenticationError, match="has been used"):
-        book.redeem(token().id, token().secret, now=NOW + 2)
+        redeem(book, token(), now=NOW + 2, key="another")
+
+
+def test_who_used_a_token_may_ask_again_with_the_same_key_while_it_is_valid() -> None:
+    book = TokenBook()
+    book.add(token(), now=NOW, ttl_s=60)
+    redeem(book, token(), now=NOW + 1)
+    redeem(book, token(), now=NOW + 59, name="m-2")
+    assert (book.find(token()).used_at, book.find(token()).used_for) == (NOW + 1, "m-2")
+    with pytest.raises(AuthenticationError, match="has expired"):
+        redeem(book, token(), now=NOW + 60)
+    with pytest.raises(AuthenticationError, match="has been used"):
+        redeem(book, token(), now=NOW + 60, key="another")
+    with pytest.raises(AuthenticationError, match="has been used"):
+        tokens.check(replace(book.find(token()), used_by=""), key="key", now=NOW)  # by a head before this one
 
 
 def test_a_token_is_good_for_a_short_time_and_says_so_only_to_who_has_it() -> None:
     book = TokenBook()
     book.add(token(), now=NOW, ttl_s=60)
     with pytest.raises(AuthenticationError, match="not known"):
-        book.redeem(token().id, "0" * 48, now=NOW)
+        book.find(replace(token(), secret="0" * 48))
     with pytest.raises(AuthenticationError, match="not known"):
-        book.redeem("0" * 12, token().secret, now=NOW)
+        book.find(replace(token(), id="0" * 12))
     with pytest.raises(AuthenticationError, match="has expired"):
-        book.redeem(token().id, token().secret, now=NOW + 60)
+        redeem(book, token(), now=NOW + 60)
     assert not book.open_tokens(now=NOW + 60)
     with pytest.raises(SpecError):
         book.add(token(2), now=NOW, ttl_s=86401)
@@ -224,7 +246,7 @@ def test_the_book_of_tokens_is_bounded_and_forgets_the_dead_first(monkeypatch: p
         book.add(token(number), now=NOW)
     with pytest.raises(ConflictError):
         book.add(token(3), now=NOW)
-    book.redeem(token(1).id, token(1).secret, now=NOW)
+    redeem(book, token(1), now=NOW)
     book.add(token(3), now=NOW)
     assert sorted(book.records) == [token(n).id for n in (0, 2, 3)]
 

@@ -111,7 +111,7 @@ async def test_a_head_of_another_authority_hears_no_secret(head: HeadWorld, tmp_
 
 
 async def test_who_has_never_joined_needs_a_token(head: HeadWorld, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="token"):
+    with pytest.raises(AuthenticationError, match="token"):
         await head.way(tmp_path / "m")._asking.ask()
 
 

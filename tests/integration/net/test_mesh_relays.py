@@ -208,7 +208,7 @@ async def test_a_relay_s_token_is_no_machine_s_and_the_reverse_and_neither_is_us
         "Relay": "Open",
         "Machine": "Open",
     }
-    with pytest.raises(SpecError, match="token"):
+    with pytest.raises(AuthenticationError, match="token"):
         await agent(head, tmp_path / "r").run()
 
 
