@@ -27,7 +27,7 @@ from mesh.net.greeting import read_frame
 from mesh.net.identity import MachineIdentity, PeerCertificate
 from mesh.net.preface import Answer, Preface, decode_answer, encode_preface
 from mesh.net.refusals import Refusal
-from mesh.net.sockets import bind_source, prepare
+from mesh.net.sockets import bind_source, pace_if_far, prepare_to_connect
 from mesh.net.tls import peer_certificate
 
 CONNECT_LIMIT_S = 5.0
@@ -183,10 +183,11 @@ async def connect(host: str, port: int, *, source: str | None = None) -> socket.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        prepare(sock)
+        prepare_to_connect(sock)
         if source is not None:
             bind_source(sock, source)
         await asyncio.get_running_loop().sock_connect(sock, (host, port))
+        pace_if_far(sock)
     except BaseException:
         sock.close()
         raise

@@ -31,6 +31,11 @@ from mesh.reasons import Reason
 
 OVERLAY = ("198.18.0.0/15", "fd67:6d00::/32")
 """Where overlay addresses are taken from. The first is RFC 2544's, for benchmarks: no provider routes it."""
+_UNPACED = ("congctl", "reno")
+"""Of routes that programs here reach their gateway by, and it them: BBR, where it is the system's, only costs on one
+host (see sockets.py). Reno is in every kernel."""
+_KERNELS = ("proto", "kernel", "scope", "host")
+"""How the kernel's own routes to addresses of this machine are marked."""
 _log = logging.getLogger(__name__)
 _PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
 
@@ -159,6 +164,9 @@ async def give_address(deployment: str, address: str) -> None:
         await _run(
             "ip", "address", "replace", _host(address), "dev", device_name(deployment), *_no_dad(address)
         )
+        if ip_address(address).version == 4:  # of IPv6 the kernel lets its own routes not be changed
+            route = ("local", address, "dev", device_name(deployment), "src", address)
+            await _run(*("ip", "route", "change", "table", "local", *_KERNELS, *route, *_UNPACED))
     except ProgramFailed as error:
         raise DeploymentError(
             f"{address} cannot be made an address of this machine: {error}", reason=Reason.FORBIDDEN
@@ -182,7 +190,8 @@ async def take_address(deployment: str, address: str, *, overlay: Sequence[str])
 
 async def _lead_to_device(deployment: str, overlay: Sequence[str]) -> None:
     for text in overlay:
-        await _run("ip", "route", "replace", str(ip_network(text)), "dev", device_name(deployment))
+        route = (str(ip_network(text)), "dev", device_name(deployment))
+        await _run("ip", "route", "replace", *route, *_UNPACED)
 
 
 _OTHERWISE = "It needs root (CAP_NET_ADMIN) and a kernel with nf_tables."

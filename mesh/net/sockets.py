@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import struct
 
@@ -15,16 +16,65 @@ LISTEN_BACKLOG = 1024
 _NO_LINGER = struct.pack("ii", 1, 0)
 _IP_BIND_ADDRESS_NO_PORT = 24  # linux/in.h; Python has no name for it before 3.12
 _TCP_CLOSE = 7  # include/net/tcp_states.h
+_MIN_RTT_AT = 148  # of tcp_info, linux/tcp.h
+NEAR_US = 1000
+"""A round trip below it is one within a host or a site."""
+UNPACED = (b"cubic", b"reno")
+"""The first is what Linux comes with; the second is everybody's right to choose, on every kernel."""
 
 
 def prepare(sock: socket.socket) -> None:
-    """For a connected or connecting TCP socket: non-blocking, no Nagle, keepalive."""
+    """For a connected TCP socket: non-blocking, no Nagle, keepalive, and the pacing that its way asks for."""
+    _set_options(sock)
+    pace_if_far(sock)
+
+
+def prepare_to_connect(sock: socket.socket) -> None:
+    """The same for one that is not connected yet; `pace_if_far` is for when it is."""
+    _set_options(sock)
+    unpace(sock)
+
+
+def _set_options(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def unpace(sock: socket.socket) -> None:
+    """For a socket before it connects or listens, where the system's congestion control is BBR: another one.
+
+    BBR sends by timers. On a way of less than a millisecond it has nothing to gain there, and a byte costs half as much
+    CPU again. It cannot be undone later: a socket that has been BBR's once goes on being paced (net/ipv4/tcp_bbr.c).
+    """
+    if _paced_control() is None:
+        return
+    for name in UNPACED:
+        with contextlib.suppress(OSError):  # not in this kernel, or not ours to choose
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
+
+
+def pace_if_far(sock: socket.socket) -> None:
+    """A connection that is not within one site gets the system's congestion control back."""
+    paced = _paced_control()
+    if paced is None:
+        return
+    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+    (min_rtt_us,) = struct.unpack_from("=I", told, _MIN_RTT_AT)
+    if min_rtt_us >= NEAR_US:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, paced)
+
+
+@functools.cache
+def _paced_control() -> bytes | None:
+    """The system's congestion control, if it is one that sends by timers."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+    return name if name.startswith(b"bbr") else None
 
 
 def bind_source(sock: socket.socket, address: str) -> None:
@@ -64,6 +114,7 @@ def listen(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
         sock.bind((host, port))
+        unpace(sock)  # for those that it accepts
         sock.listen(LISTEN_BACKLOG)
     except OSError:
         sock.close()

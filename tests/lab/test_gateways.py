@@ -42,6 +42,54 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+FLOWS = 4
+FLOW_PORT = PORT + 1
+RACED_BYTES = 50_000_000
+FLOOD = """
+import socket, sys, threading
+def flood():
+    sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+    data = bytes(1 << 20)
+    while True:
+        sock.sendall(data)
+for _ in range(int(sys.argv[3])):
+    threading.Thread(target=flood).start()
+"""
+RACE = """
+import json, socket, sys, threading
+host, port, flows, goal = sys.argv[1], *map(int, sys.argv[2:5])
+counts = [0] * flows
+ready, over = threading.Barrier(flows), threading.Event()
+def drain(number, sock):
+    buffer = bytearray(1 << 20)
+    ready.wait()
+    while counts[number] < goal and not over.is_set():
+        counts[number] += sock.recv_into(buffer)
+    over.set()
+listener = socket.create_server((host, port))
+print("ready", flush=True)
+for number in range(flows):
+    threading.Thread(target=drain, args=(number, listener.accept()[0]), daemon=True).start()
+over.wait()
+print(json.dumps(counts), flush=True)
+"""
+ROUND_TRIPS = """
+import socket, sys
+sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+for _ in range(int(sys.argv[3])):
+    sock.sendall(b"x")
+    assert sock.recv(1) == b"x"
+print("there and back")
+"""
+HOLD = """
+import socket, sys
+sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+sock.sendall(b"x")
+assert sock.recv(1) == b"x"
+print("held", flush=True)
+sys.stdin.read()
+"""
+
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
@@ -96,6 +144,46 @@ def test_two_hosts_that_only_dial_out_reach_each_other_by_a_relay(hosts: TwoHost
     billed = json.loads(line.partition("relayed ")[2])
     assert (billed["run"], billed["from"], billed["to"]) == (RUN, "m0", "m1")
     assert billed["bytes"] > 2 * len(said)
+
+
+@pytest.mark.parametrize("is_relayed", [False, True], ids=["direct", "relayed"])
+def test_streams_in_full_flow_share_the_way_and_let_a_small_one_through(
+    hosts: TwoHosts, is_relayed: bool
+) -> None:
+    if is_relayed:
+        hosts.start_relay()
+        hosts.only_by_relay()
+    address = overlay(1)[0]
+    hosts.start_echo("m1", address)
+    race = start(hosts, "m1", RACE, address, FLOW_PORT, FLOWS, RACED_BYTES, says="ready")
+    flood = start(hosts, "m0", FLOOD, address, FLOW_PORT, FLOWS)
+    done = hosts.run("m0", ROUND_TRIPS, address, str(PORT), "100")
+    assert done.stdout.strip() == "there and back", done.stderr
+    counts = json.loads(race.communicate(timeout=LIMIT_S)[0])
+    assert min(counts) > max(counts) / 10, counts
+    flood.kill()
+
+
+def test_no_hop_of_a_stream_within_one_site_is_sent_by_timers(hosts: TwoHosts) -> None:
+    address = overlay(1)[0]
+    hosts.start_echo("m1", address)
+    start(hosts, "m0", HOLD, address, PORT, says="held")
+    for host in ("m0", "m1"):
+        shown = call(*hosts.inside(host, "ss", "-Htin", "state", "established"))
+        assert shown.count("cwnd:") == 3, shown  # the program's, and the gateway's two
+        assert "bbr" not in shown.split(), shown
+
+
+def start(
+    hosts: TwoHosts, host: str, program: str, *arguments: object, says: str | None = None
+) -> subprocess.Popen[str]:
+    """A program that runs beside the test; `says` is its first line, which is waited for."""
+    argv = hosts.inside(host, sys.executable, "-c", program, *map(str, arguments))
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    hosts.others.append(process)
+    assert process.stdout is not None
+    assert says is None or process.stdout.readline() == f"{says}\n"
+    return process
 
 
 @pytest.mark.long
