@@ -1,31 +1,44 @@
-"""A stream through two gateways against the bare link and stunnel, between two network namespaces (as root).
+"""A stream through two gateways against the bare link, stunnel and wireguard-go, between two namespaces (as root).
 
-The ways are taken in turns, several times; ratios are medians of neighbours. CPU is that of both ends together.
+The ways are taken in turns, several times; ratios are medians of neighbours. CPU is that of both ends together. Where
+the system's congestion control is BBR, which gateways do without on such a way (mesh/net/sockets.py), there are also
+rows of a world in which nobody has it; they are told, not judged.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesh.net import redirect
+from tests.bench.rows import told
+from tests.bench.tunnels import (
+    STUNNEL_PORT,
+    WIREGUARD,
+    even_out,
+    install_missing,
+    is_paced,
+    remove_wireguard,
+    start_stunnel,
+    start_wireguard,
+)
 from tests.lab.gateways import TwoHosts, overlay, two_hosts
 from tests.lab.network import why_not
-from tests.net_world import credentials, machine
 
 PORT = 29600
 BULK_PORT = 29601
 LIMIT_S = 120.0
-STUNNEL_PORT = 29602
-TARGET_SHARE = 0.35
-TARGET_STUNNEL = 1.05
+PINGS = 2000
+TARGETS = {"bare link": 0.35, "stunnel": 1.05, "wireguard-go": 5.0}
+WIREGUARD_SHARE = 4
+"""It is slow: it gets a part of the others' bytes."""
 TARGET_ADDED_US = 150.0
 TARGET_CPU_S_PER_GB = 1.6
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -37,6 +50,7 @@ def echo(sock):
     while data := sock.recv(1024):
         sock.sendall(data)
 def swallow(sock):
+    sock.sendall(b"!")
     buffer = bytearray(1 << 20)
     total = 0
     while count := sock.recv_into(buffer):
@@ -61,6 +75,9 @@ def send(sock):
     sock.shutdown(socket.SHUT_WR)
     assert sock.recv(100) == b"%d" % (megabytes // streams << 20)
 socks = [socket.create_connection((address, port)) for _ in range(streams)]
+assert all(sock.recv(1) == b"!" for sock in socks)
+print("ready", flush=True)
+sys.stdin.readline()
 began = time.perf_counter()
 threads = [threading.Thread(target=send, args=(sock,)) for sock in socks]
 for thread in threads: thread.start()
@@ -81,62 +98,45 @@ print(statistics.median(found) * 1e6)
 """
 
 
-STUNNEL = """
-foreground = yes
-pid =
-debug = 3
-sslVersion = TLSv1.3
-verifyChain = yes
-CAfile = {folder}/bundle.pem
-cert = {folder}/pair.pem
-[bench]
-client = {client}
-accept = {accept}
-connect = {connect}
-"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What became of some bytes."""
+
+    rate: float
+    """Bytes a second."""
+    cpu_s: float
+    """Of the processes between, for the bytes."""
+    dials_cpu_s: float
+    """And for the connections before them."""
 
 
-def install_missing(programs: dict[str, str]) -> None:
-    """Debian packages by the program that they bring. Raises RuntimeError: why they cannot be had."""
-    missing = [package for program, package in programs.items() if shutil.which(program) is None]
-    if not missing:
-        return
-    if shutil.which("apt-get") is None:
-        raise RuntimeError(f"not installed, and there is no apt-get: {', '.join(missing)}")
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *missing]):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}")
+def carry(
+    hosts: TwoHosts,
+    address: str,
+    port: int,
+    *,
+    streams: int,
+    megabytes: int,
+    between: Sequence[subprocess.Popen[Any]] = (),
+) -> Carried:
+    """From m0 to who swallows them, on connections that are there before the clock runs. Raises RuntimeError."""
+    argv = hosts.inside("m0", sys.executable, "-c", BULK, *map(str, (address, port, streams, megabytes)))
+    pipe = subprocess.PIPE
+    before = sum(map(cpu_s, between))
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as sender:
+        assert sender.stdout is not None
+        sender.stdout.readline()
+        dialled = sum(map(cpu_s, between))
+        out, errors = sender.communicate("\n", timeout=LIMIT_S)
+    if sender.returncode != 0:
+        raise RuntimeError(f"a client failed: {errors}")
+    spent = sum(map(cpu_s, between)) - dialled
+    return Carried(rate=float(out), cpu_s=spent, dials_cpu_s=dialled - before)
 
 
-def start_stunnel(hosts: TwoHosts, folder: Path) -> list[subprocess.Popen[str]]:
-    """One on each host, with certificates of the same kind as the gateways' and the same checks."""
-    far = f"{hosts.lab.address(20)}:{STUNNEL_PORT}"
-    ends = (
-        ("m1", "no", far, f"127.0.0.1:{BULK_PORT}"),
-        ("m0", "yes", f"127.0.0.1:{STUNNEL_PORT}", far),
-    )
-    started = []
-    for host, client, accept, connect in ends:
-        own = folder / f"stunnel-{host}"
-        own.mkdir()
-        who = credentials(hosts.authority, machine(host))
-        (own / "bundle.pem").write_bytes(who.bundle_pem)
-        (own / "pair.pem").write_bytes(who.certificate_pem + who.key_pem)
-        (own / "pair.pem").chmod(0o600)
-        configuration = own / "stunnel.conf"
-        configuration.write_text(
-            STUNNEL.format(folder=own, client=client, accept=accept, connect=connect).lstrip()
-        )
-        argv = hosts.inside(host, "stunnel", str(configuration))
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
-        hosts.others.append(started[-1])
-    return started
-
-
-def measure(hosts: TwoHosts, program: str, *arguments: object) -> float:
-    done = hosts.run("m0", program, *map(str, arguments), limit_s=LIMIT_S)
+def round_trip_us(hosts: TwoHosts, address: str) -> float:
+    """The median of many, one after the other. Raises RuntimeError."""
+    done = hosts.run("m0", PING, address, str(PORT), str(PINGS), limit_s=LIMIT_S)
     if done.returncode != 0:
         raise RuntimeError(f"a client failed: {done.stderr}")
     return float(done.stdout)
@@ -175,61 +175,98 @@ def run(quick: bool) -> list[dict[str, Any]]:
     lacking = why_not() or redirect.why_not()
     if lacking is not None:
         raise RuntimeError(lacking)
-    install_missing({"stunnel": "stunnel4"})
+    install_missing({"stunnel": "stunnel4", "wireguard-go": "wireguard-go", "wg": "wireguard-tools"})
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
         argv = hosts.inside("m1", sys.executable, "-c", SERVER, str(PORT), str(BULK_PORT))
         server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         hosts.others.append(server)
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        stunnels = start_stunnel(hosts, Path(folder))
-        return take_rows(hosts, stunnels, rounds=3 if quick else 7, megabytes=256 if quick else 1024)
+        try:
+            ends = {
+                "stunnel": start_stunnel(hosts, Path(folder), target=BULK_PORT),
+                "wireguard-go": start_wireguard(hosts),
+            }
+            return take_rows(hosts, ends, rounds=3 if quick else 7, megabytes=256 if quick else 1024)
+        finally:
+            remove_wireguard(hosts)
 
 
-def take_rows(
-    hosts: TwoHosts, stunnels: list[subprocess.Popen[str]], *, rounds: int, megabytes: int
-) -> list[dict[str, Any]]:
-    bare, ours = hosts.lab.address(20), overlay(1)[0]
+Ends = dict[str, list[subprocess.Popen[str]]]
+"""The processes of the other tunnels, by their names in the rows."""
+
+
+def take_rows(hosts: TwoHosts, ends: Ends, *, rounds: int, megabytes: int) -> list[dict[str, Any]]:
     rows = []
     for streams in (1, 8):
-        rows += bulk_rows(hosts, stunnels, streams, rounds=rounds, megabytes=megabytes)
+        rows += bulk_rows(hosts, ends, streams, rounds=rounds, megabytes=megabytes)
     mine, theirs, pairs = compare(
-        lambda address: measure(hosts, PING, address, PORT, 2000), ours=ours, theirs=bare, rounds=rounds
+        lambda address: round_trip_us(hosts, address),
+        ours=overlay(1)[0],
+        theirs=hosts.lab.address(20),
+        rounds=rounds,
     )
     added = statistics.median(a - b for a, b in pairs)
     target = f"added ≤ {TARGET_ADDED_US:g}"
     rows.append(row("gateway: added round trip", mine, theirs, added, "µs", target, added <= TARGET_ADDED_US))
+    if is_paced(hosts):
+        even_out(hosts, ("m0", "m1"))
+        for streams in (1, 8):
+            unjudged = bulk_rows(hosts, ends, streams, rounds=rounds, megabytes=megabytes)
+            rows += [without_pacing(each) for each in unjudged]
     return rows
 
 
+def without_pacing(found: dict[str, Any]) -> dict[str, Any]:
+    """A row of the world in which nobody has BBR."""
+    return {**found, "name": f"{found['name']}, nobody paced", "target": "–", "ok": None}
+
+
 def bulk_rows(
-    hosts: TwoHosts, stunnels: list[subprocess.Popen[str]], streams: int, *, rounds: int, megabytes: int
+    hosts: TwoHosts, ends: Ends, streams: int, *, rounds: int, megabytes: int
 ) -> list[dict[str, Any]]:
-    """The gateways against each of the other two, and what a GB costs them and stunnel."""
-    ours, bare, tunnelled = overlay(1)[0], hosts.lab.address(20), "127.0.0.1"
-    ports = {ours: BULK_PORT, bare: BULK_PORT, tunnelled: STUNNEL_PORT}
+    """The gateways against each of the others, and what a GB costs them and stunnel."""
+    addresses = {
+        "ours": overlay(1)[0],
+        "bare link": hosts.lab.address(20),
+        "stunnel": "127.0.0.1",
+        "wireguard-go": WIREGUARD["m1"],
+    }
     count = f"{streams} stream{'s' if streams > 1 else ''}"
-    gigabytes = rounds * (megabytes << 20) / 1e9
+    between = {"ours": list(hosts.gateways.values()), **ends}
+    taken: dict[str, list[tuple[int, Carried]]] = {name: [] for name in between}
 
-    def spent() -> tuple[float, float]:
-        return sum(map(cpu_s, hosts.gateways.values())), sum(map(cpu_s, stunnels))
-
-    def rate(address: str) -> float:
-        return measure(hosts, BULK, address, ports[address], streams, megabytes)
+    def rate(name: str, megabytes: int) -> float:
+        address = addresses[name]
+        port = STUNNEL_PORT if name == "stunnel" else BULK_PORT
+        found = carry(
+            hosts, address, port, streams=streams, megabytes=megabytes, between=between.get(name, ())
+        )
+        if name in taken:
+            taken[name].append((megabytes << 20, found))
+        return found.rate
 
     rows = []
-    before = spent()
-    for name, theirs, target in (("bare link", bare, TARGET_SHARE), ("stunnel", tunnelled, TARGET_STUNNEL)):
-        mine, other, pairs = compare(rate, ours=ours, theirs=theirs, rounds=rounds)
+    for name, target in TARGETS.items():
+        size = megabytes // WIREGUARD_SHARE if name == "wireguard-go" else megabytes
+        mine, other, pairs = compare(
+            lambda way, size=size: rate(way, size), ours="ours", theirs=name, rounds=rounds
+        )
         ratio = statistics.median(a / b for a, b in pairs)
         text = f"ratio ≥ {target:g}"
         rows.append(
             row(f"gateway: {count}, {name}", mine / 1e6, other / 1e6, ratio, "MB/s", text, ratio >= target)
         )
-    cpu, other_cpu = (after - b for after, b in zip(spent(), before, strict=True))
-    cpu, other_cpu = cpu / (2 * gigabytes), other_cpu / gigabytes  # the gateways ran in both comparisons
-    target_text, is_met = f"ours ≤ {TARGET_CPU_S_PER_GB:g}", cpu <= TARGET_CPU_S_PER_GB
-    rows.append(
-        row(f"gateway: CPU, {count}, stunnel", cpu, other_cpu, cpu / other_cpu, "s/GB", target_text, is_met)
-    )
+    costs = {
+        name: sum(each.cpu_s for _, each in found) / sum(size for size, _ in found) * 1e9
+        for name, found in taken.items()
+    }
+    text, is_met = f"ours ≤ {TARGET_CPU_S_PER_GB:g}", costs["ours"] <= TARGET_CPU_S_PER_GB
+    for name in ends:
+        ratio = costs["ours"] / costs[name]
+        rows.append(
+            row(f"gateway: CPU, {count}, {name}", costs["ours"], costs[name], ratio, "s/GB", text, is_met)
+        )
+    dials = [each.dials_cpu_s / streams * 1e3 for _, each in taken["ours"]]
+    rows.append(told(f"gateway: CPU of a dial, {count}", dials, unit="ms"))
     return rows

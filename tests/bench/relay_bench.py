@@ -2,6 +2,7 @@
 
 Three hosts as network namespaces (as root). The ways are taken in turns; ratios are medians of neighbours. All forward
 bytes as they are: what gateways encrypt inside is theirs. HAProxy and socat are Debian's; what is missing is installed.
+Where the system's congestion control is BBR there are also rows of a world in which nobody has it, as in gateway_bench.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mesh.net import redirect
-from tests.bench.gateway_bench import BULK, BULK_PORT, PORT, SERVER, cpu_s, install_missing, measure, row
+from tests.bench.gateway_bench import BULK_PORT, PORT, SERVER, carry, cpu_s, row, without_pacing
 from tests.bench.rows import told
+from tests.bench.tunnels import even_out, install_missing, is_paced
 from tests.lab.gateways import GATEWAY_PORT, RELAY, TwoHosts, two_hosts
 from tests.lab.network import call, why_not
 from tests.net_world import credentials, machine
@@ -127,7 +129,7 @@ class Ways:
             SOCAT: (self.relay_address, SOCAT_PORT),
             ROUTED: ("10.9.1.1", BULK_PORT),
         }[way]
-        return measure(self.hosts, BULK, address, port, streams, megabytes)
+        return carry(self.hosts, address, port, streams=streams, megabytes=megabytes).rate
 
 
 def memory_mb(process: subprocess.Popen[Any]) -> float:
@@ -150,7 +152,13 @@ def run(quick: bool) -> list[dict[str, Any]]:
         rows = []
         for streams in (1, 16):
             rows += compare(ways, streams, rounds=3 if quick else 7, megabytes=256 if quick else 1024)
-        return [*rows, *idle_rows(ways)]
+        rows += idle_rows(ways)
+        if is_paced(hosts):
+            even_out(hosts, ("m0", "m1", RELAY))
+            for streams in (1, 16):
+                unjudged = compare(ways, streams, rounds=3 if quick else 7, megabytes=256 if quick else 1024)
+                rows += [without_pacing(each) for each in unjudged]
+        return rows
 
 
 def compare(ways: Ways, streams: int, *, rounds: int, megabytes: int) -> list[dict[str, Any]]:
