@@ -17,6 +17,7 @@ Rules of this file:
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,7 +94,9 @@ def prepare(incarnation: Incarnation, *, machine_dir: Path, address: str) -> Pre
             f"Rank {incarnation.rank} has begun on this machine before, and its agent has died since.",
             reason=Reason.PREPARATION_FAILED,
         )
-    for folder in (folders.state, folders.life, folders.spool):
+    if not os.path.lexists(folders.state):  # what a life before this one has put there is for the restore
+        _make(folders.state)
+    for folder in (folders.life, folders.spool):
         _make(folder)
     with _storage_errors(folders.life):
         is_open = sign_in(folders.life)

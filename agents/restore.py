@@ -11,6 +11,8 @@ Rules of this file:
 5. A damaged checkpoint is a CheckpointError that names checkpoint, file and rank: the one before is to be tried. A
    store that is away is a CheckpointStoreError: this one is to be tried again.
 6. Without a checkpoint the directory becomes empty, so that survivors and replacements agree.
+7. What is in the directory's place and is none (a link that the command put there, a file) is moved aside itself. Where
+   a link leads nothing is changed: that is no part of the run.
 """
 
 from __future__ import annotations
@@ -153,7 +155,7 @@ class _Restoring:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Waits for a restore of an earlier epoch that was called off and has not let go yet."""
-        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.state_dir.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         deadline = time.monotonic() + self.patience_s
         with self.state_dir.with_name("restore.lock").open("wb") as lock:
             while not _is_locked(lock):
@@ -174,9 +176,11 @@ class _Restoring:
         shutil.rmtree(self.work_dir, ignore_errors=True)
         self.work_dir.mkdir(mode=0o700)
         files = [file for file in wanted.values() if file.kind is FileKind.FILE]
-        self.right = {file.path for file in files if self._is_right(file)}
+        if self._is_directory():
+            self.right = {file.path for file in files if self._is_right(file)}
         places = self._fetch([file for file in files if file.path not in self.right])
         self._check_stop()
+        self._make_directory()
         self._move_others_aside(wanted)
         self._put_in_place(wanted, places)
         self.unfinished_mark.unlink(missing_ok=True)
@@ -291,6 +295,17 @@ class _Restoring:
 
     # ---- the directory -----------------------------------------------------------------------------
 
+    def _is_directory(self) -> bool:
+        return self.state_dir.is_dir() and not self.state_dir.is_symlink()
+
+    def _make_directory(self) -> None:
+        """Rule 7."""
+        if os.path.lexists(self.state_dir) and not self._is_directory():
+            self.done.aside = self._fresh_aside_dir()
+            _move(self.state_dir, self.done.aside)
+            self.done.moved_aside += 1
+        self.state_dir.mkdir(exist_ok=True, mode=0o700)
+
     def _move_others_aside(self, wanted: dict[str, FileRecord]) -> None:
         """Everything that is not, byte for byte, in the checkpoint."""
         others = [path for path in _everything(self.state_dir) if not self._stays(path, wanted)]
@@ -314,7 +329,7 @@ class _Restoring:
         self.all_aside_dir.mkdir(exist_ok=True, mode=0o700)
         self.unfinished_mark.touch()
         name, again = str(self.epoch), 1
-        while (folder := self.all_aside_dir / name).exists():  # of a try before in the same epoch
+        while os.path.lexists(folder := self.all_aside_dir / name):  # of a try before in the same epoch
             again += 1
             name = f"{self.epoch}.{again}"
         return folder

@@ -549,3 +549,35 @@ def test_without_a_checkpoint_the_directory_becomes_empty_and_only_the_last_rema
         assert (os.listdir(state), done.moved_aside) == ([], 1)
     assert os.listdir(tmp_path / "0" / "uncommitted") == ["3"]
     assert os.listdir(tmp_path / "0" / "uncommitted" / "3") == ["of-3"]
+
+
+@pytest.mark.parametrize("instead", ["a link to a folder", "a link to nothing", "a file"])
+async def test_what_a_command_put_in_the_place_of_its_state_directory_is_moved_aside_itself(
+    tmp_path: Path, instead: str
+) -> None:
+    """A link leads to what is no part of the run: a restore that followed it would empty somebody's folder."""
+    with rig(tmp_path) as one:
+        (one.state / "ckpt-5.pt").write_bytes(b"five")
+        reference = await commit(one.store, one.next_part_with("ckpt-5.pt"))
+    shutil.rmtree(one.state)
+    elsewhere = tmp_path / "elsewhere"
+    if instead == "a file":
+        one.state.write_bytes(b"no directory")
+    else:
+        one.state.symlink_to(elsewhere)
+    if instead == "a link to a folder":
+        elsewhere.mkdir()
+        (elsewhere / "precious").write_bytes(b"not of this run")
+        (elsewhere / "ckpt-5.pt").write_bytes(b"five")
+    for epoch, wanted in ((2, reference), (3, None)):
+        done = restore(
+            wanted, run=RUN, epoch=Epoch(epoch), rank=Rank(0), state_dir=one.state, store=one.store
+        )
+        assert not one.state.is_symlink() and one.state.is_dir()
+        assert os.listdir(one.state) == (["ckpt-5.pt"] if wanted else [])
+        if epoch == 2:
+            aside = tmp_path / "0" / "uncommitted" / "2"
+            assert (done.moved_aside, done.aside) == (1, aside)
+            assert aside.is_file() if instead == "a file" else os.readlink(aside) == str(elsewhere)
+    if instead == "a link to a folder":
+        assert sorted(os.listdir(elsewhere)) == ["ckpt-5.pt", "precious"]

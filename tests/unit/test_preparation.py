@@ -25,3 +25,12 @@ def test_an_incarnation_is_prepared_once_on_its_machine(tmp_path: Path) -> None:
     assert command.wait(20) == -signal.SIGKILL
     first.release(keep_output=True)
     assert Folders.of(ME, machine_dir=tmp_path).spool.is_dir()
+
+
+def test_what_a_command_put_in_the_place_of_its_state_directory_refuses_no_machine(tmp_path: Path) -> None:
+    """The restore after this replaces it; without one, the command finds what the life before it has left."""
+    state = Folders.of(ME, machine_dir=tmp_path).state
+    state.parent.mkdir(parents=True)
+    state.symlink_to(tmp_path / "nowhere")
+    prepare(ME, machine_dir=tmp_path, address="127.0.0.1").release(keep_output=False)
+    assert state.is_symlink()
