@@ -70,7 +70,9 @@ class Assembling(Checking):
         if any(m.settlement is Settlement.FENCE_FAILED for m in gang.members.values()):
             return  # a suspended run was resumed before its machine was swept: nothing begins beside what may still act
         is_restart = gang.assemblies == 0 and gang.restarts.total > 0
-        if not gang.vacant or (is_restart and gang.seats):
+        if gang.vacant and not (is_restart and gang.seats):
+            self._due.commit = None
+        elif not self._awaits_commit():
             self._begin_epoch()
 
     def _begin_epoch(self) -> None:

@@ -133,6 +133,8 @@ class GangCore(LoneRanks):
         self._stop_if_over()
         self._restart_lone_ranks()
         self._conclude_if_settled()
+        if self._due.commit is not None:
+            self._begin_if_seated()
         self._watch_health()
         if self._dirty:
             self._note_time_left()
@@ -268,7 +270,6 @@ class GangCore(LoneRanks):
             return  # a rank without a member could still be let in
         if gang.outcome.kind in _GOES_ON and self._awaits_commit():
             return
-        self._due.commit = None
         self._effects.extend(DismissMember(incarnation=m.incarnation) for m in gang.members.values())
         self._tell_chapter(ended_at=self._now.wall, reason=gang.outcome.reason)
         match gang.outcome.kind:
@@ -378,7 +379,7 @@ class GangCore(LoneRanks):
         gang = self.gang
         gang.reason, gang.message = outcome.reason, outcome.message
         self._enter(_END_OF[outcome.kind])
-        self._due.backoff = None
+        self._due.backoff = self._due.commit = None
         gang.backoff_left_s = 0.0
         self._announce(str(gang.state), gang.message, reason=gang.reason)
         if gang.epoch:

@@ -5,7 +5,8 @@
 Rules of this file:
 1. A part counts when it is of the current epoch and its member is not settled: what has been fenced commits nothing.
    What was wished for before may still be written, until the next epoch begins.
-2. The next epoch waits a little (`COMMIT_PATIENCE_S`) for a checkpoint that is being written, to begin from it.
+2. The next epoch waits a little (`COMMIT_PATIENCE_S`) for a checkpoint that is being written, to begin from it: before
+   the one before is over, and after a suspension, which itself does not wait, before it begins.
 3. A damaged checkpoint is not the assembly's fault: another one begins, on the same machines, from the one before.
 """
 
@@ -152,14 +153,14 @@ class Saving(GangBase):
 
     def _awaits_commit(self) -> bool:
         """Whether the next epoch should wait a little (rule 2)."""
-        if self.gang.checkpoints.wish is None:
-            return False
-        if self._due.commit is None:
-            self._due.commit = self._now.mono + COMMIT_PATIENCE_S
-        if self._now.mono < self._due.commit:
-            return True
-        self.gang.checkpoints.wish = None
-        self._dirty = True
+        if self.gang.checkpoints.wish is not None:
+            if self._due.commit is None:
+                self._due.commit = self._now.mono + COMMIT_PATIENCE_S
+            if self._now.mono < self._due.commit:
+                return True
+            self.gang.checkpoints.wish = None
+            self._dirty = True
+        self._due.commit = None
         return False
 
     def _save(self, effects: list[CheckpointEffect]) -> None:
