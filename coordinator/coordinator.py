@@ -106,6 +106,7 @@ class Coordinator:
             now=now,
             adopt=self._adopt,
             is_current=lambda driver: self._drivers.get(driver.uid) is driver,
+            knows=lambda uid: uid in self._drivers,
             spawn=self._in_background,
         )
 
@@ -387,9 +388,7 @@ class Coordinator:
         trouble = self._storage_trouble()
         if trouble is not None:
             details["journal"] = trouble
-        faults = {self._drivers[uid].core.gang.plan.name: fault for uid, fault in self._care.faults().items()}
-        if faults:
-            details["faults"] = "; ".join(f"run {name} ({fault})" for name, fault in faults.items())
+        details |= self._care.details(lambda uid: self._drivers[uid].core.gang.plan.name)
         return {
             "state": "Stopping" if self._is_stopping else "Ready",
             "version": str(self._deployment.get("version", "")),

@@ -1,4 +1,4 @@
-"""What becomes of a run whose driver ended by a fault of this program, or whose row cannot be read.
+"""What becomes of a run whose driver ended by a fault of this program, or whose row cannot be read, or is gone.
 
 Rules of this file:
 1. A driver that fell is made anew from the journal, as after a crash of the coordinator: what it had not written down
@@ -6,6 +6,8 @@ Rules of this file:
 2. It may fall `FALLS_MAX` times in a row, each `HEALTHY_S` at most after the one before. Then its run has failed, and
    is salvaged: whatever it holds is swept and given back (`coordinator.salvage`).
 3. A row that cannot be read stops nothing but its run, which is salvaged too.
+4. A run that holds machines and has no row (the journal was damaged, or replaced) can be named, shown and stopped by
+   nobody. Everything of it is swept, its machines are given back, and the status says so. What it has saved stays.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from coordinator.core.effects import Announcement
@@ -53,6 +56,7 @@ class DriverCare:
     Args:
         adopt: makes a driver for the gang, in place of any other of its run.
         is_current: whether this driver is still the run's; False once the run is deleted, or the coordinator stops.
+        knows: whether there is such a run, now.
         spawn: runs something in the background, under a name, until the coordinator stops.
     """
 
@@ -64,6 +68,7 @@ class DriverCare:
         now: Callable[[], Now],
         adopt: Callable[[Gang, dict[str, Any]], GangDriver],
         is_current: Callable[[GangDriver], bool],
+        knows: Callable[[RunUid], bool],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
         self._journal = journal
@@ -71,17 +76,23 @@ class DriverCare:
         self._now = now
         self._adopt = adopt
         self._is_current = is_current
+        self._knows = knows
         self._spawn = spawn
         self._falls: dict[RunUid, _Falls] = {}
+        self._strays: dict[RunUid, str] = {}
+        """What is told of each."""
 
-    def faults(self) -> dict[RunUid, str]:
-        """Which runs' drivers fell, and how often; for `status`."""
-        return {uid: f"{falls.fault}, {falls.count} times" for uid, falls in self._falls.items()}
+    def details(self, name_of: Callable[[RunUid], str]) -> dict[str, str]:
+        """For `status`: whose drivers fell, and how often; runs that have no row."""
+        falls = [f"run {name_of(uid)} ({f.fault}, {f.count} times)" for uid, f in self._falls.items()]
+        told = {"faults": "; ".join(falls), "strays": "; ".join(self._strays.values())}
+        return {key: text for key, text in told.items() if text}
 
     async def take_up(self, rows: Iterable[RunRow]) -> None:
-        """Every run that the journal has, when the coordinator starts."""
-        salvages = []
+        """Every run that the journal has, when the coordinator starts; and those that it should have."""
+        salvages, uids = [], set()
         for row in rows:
+            uids.add(row.uid)
             try:
                 gang = gang_of(row.record)
             except Exception as error:  # noqa: BLE001 - the guard of rule 3
@@ -90,8 +101,25 @@ class DriverCare:
                 salvages.append(self._spawn(work, f"salvage {row.name}"))
             else:
                 self._resume(gang, row)
+        self._spawn(self._end_strays(uids), "end what the journal does not know")
         if salvages:  # so that a run that is asked for is there; its fate does not hang on it
             await asyncio.wait(salvages, timeout=TAKE_UP_LIMIT_S)
+
+    async def _end_strays(self, uids: set[RunUid]) -> None:
+        holders = await _insist(self._fleet.holders)
+        for uid in sorted(uid for uid in holders if uid not in uids and not self._knows(uid)):
+            self._spawn(self._end_stray(uid), f"end {uid}")
+
+    async def _end_stray(self, uid: RunUid) -> None:
+        held = await _insist(lambda: self._fleet.held_by(uid))
+        told = f"run {uid} is not in the journal: everything of it on {', '.join(m.name for m in held)} is"
+        self._strays[uid] = f"{told} being ended"
+        _log.critical("%s", self._strays[uid])
+        for one in held:
+            giving_back = partial(self._fleet.release, uid, one.reservation, one.name, is_clean=False)
+            await _insist(giving_back)
+        self._strays[uid] = f"{told} ended"
+        _log.critical("%s", self._strays[uid])
 
     def fell(self, driver: GangDriver, fault: BaseException) -> None:
         """The driver's task ended by this exception."""

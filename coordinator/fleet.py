@@ -127,6 +127,10 @@ class Fleet(Protocol):
         """Every machine of this run, also of reservations that nobody remembers; nobody may be asking for more."""
         ...
 
+    async def holders(self) -> set[RunUid]:
+        """Every run that holds a machine, also one that nobody remembers."""
+        ...
+
     async def cordon(self, machine: MachineName) -> None:
         """Nobody gets this machine from now on: it is wanted back. NotFoundError when there is no such machine."""
         ...

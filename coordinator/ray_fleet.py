@@ -173,6 +173,9 @@ class RayFleet:
         held = await self._reservations.held_by(uid)
         return [HeldMachine(name=machine, reservation=key.reservation) for machine, key in held]
 
+    async def holders(self) -> set[RunUid]:
+        return await self._reservations.holders()
+
     async def release(self, uid: RunUid, reservation: int, machine: MachineName, *, is_clean: bool) -> None:
         key = Key(uid, reservation)
         if not await self._reservations.holds(key, machine):

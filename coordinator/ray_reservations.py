@@ -327,6 +327,11 @@ class RayReservations:
         held = [(machine, held.key) for machine, held in self._books.held.items() if held.key.uid == uid]
         return sorted(held, key=lambda each: natural(each[0]))
 
+    async def holders(self) -> set[RunUid]:
+        """Every run that has a machine."""
+        await self._load()
+        return {held.key.uid for held in self._books.held.values()}
+
     async def holds(self, key: Key, machine: MachineName) -> bool:
         """Whether the machine is held under this reservation."""
         await self._load()

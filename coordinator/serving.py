@@ -91,6 +91,8 @@ class ServingCoordinator:
         self._certificates = MemberCertificates(
             None if mesh is None else MeshAuthority.open(Path(mesh)), gang_of=self._coordinator.gang
         )
+        self._trouble: StorageError | None = None
+        """What the journal says for as long as it cannot be opened."""
         self._started = asyncio.ensure_future(self._start())
 
     async def _start(self) -> None:
@@ -102,8 +104,10 @@ class ServingCoordinator:
             except StorageError as error:
                 if not ray.get_runtime_context().was_current_actor_reconstructed:
                     raise  # whoever made the deployment is told
+                self._trouble = error
                 _log.error("the journal cannot be read, trying again in %g s: %s", START_AGAIN_S, error)
             await asyncio.sleep(START_AGAIN_S)
+        self._trouble = None
         self._store.start(self._coordinator)
         _log.info("the coordinator serves")
         self._looking = asyncio.create_task(self._look_at_machines(), name="first look at machines")
@@ -156,6 +160,8 @@ class ServingCoordinator:
         """One call of the CoordinatorService."""
         if method not in _SERVED:
             return False, InternalError(f"The coordinator has no method '{method}'.").to_wire()
+        if self._trouble is not None:
+            return False, self._trouble.to_wire()
         try:
             await asyncio.shield(self._started)
             return True, await getattr(self._coordinator, method)(*arguments)

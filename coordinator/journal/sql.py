@@ -318,6 +318,13 @@ def _storage_error(error: BaseException) -> StorageError:
             f"The journal cannot be written: {text}.",
             hint="Free some space on the disk that holds the state folder; nothing was accepted meanwhile.",
         )
+    if "malformed" in text or "not a database" in text:
+        return StorageError(
+            f"The journal is damaged: {text}.",
+            hint="Put a copy of it back, its -wal first. Or move it away, with its -wal and -shm, to begin with an "
+            "empty one: its runs are ended and forgotten then; what they printed and saved stays in its folders.",
+            reason=Reason.STATE_NOT_WRITABLE,
+        )
     return StorageError(
         f"The journal cannot be used: {text}.",
         hint="Check the database given with --db, or the state folder.",

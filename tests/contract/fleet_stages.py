@@ -174,6 +174,9 @@ class RemoteFleet:
     async def held_by(self, uid: RunUid) -> list[HeldMachine]:
         return list(await self._stage.call("fleet", "held_by", uid))
 
+    async def holders(self) -> set[RunUid]:
+        return set(await self._stage.call("fleet", "holders"))
+
     async def look(self, machines: Mapping[int, MachineName], *, fresh: Collection[int]) -> Looked:
         looked: Looked = await self._stage.call("fleet", "look", machines, fresh=fresh)
         return looked

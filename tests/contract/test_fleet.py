@@ -152,7 +152,9 @@ async def test_asking_again_finds_what_is_held_also_after_a_crash(stage: Stage, 
     known = [HeldMachine(name=machine, reservation=1) for machine in held]
     assert await stage.fleet.held_by(one.uid) == known
     assert await stage.fleet.held_by(asker().uid) == []
+    assert await stage.fleet.holders() == {one.uid}
     await one.withdraw()
+    assert await stage.fleet.holders() == set()
     assert len(await asker().reserve(3)) == 3
 
 

@@ -207,6 +207,22 @@ async def test_a_full_disk_is_said_and_reading_goes_on(tmp_path: Path) -> None:
     await journal.close()
 
 
+@pytest.mark.parametrize("damage", ["its beginning is overwritten", "its end is missing"])
+async def test_a_damaged_file_is_said_and_what_to_do(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "journal.db"
+    journal = SqlJournal(f"sqlite:///{file}")
+    await journal.open()
+    await journal.close()
+    whole = file.read_bytes()
+    file.write_bytes(b"?" * 100 + whole[100:] if damage == "its beginning is overwritten" else whole[:5000])
+    with pytest.raises(StorageError, match="journal is damaged") as caught:
+        await journal.open()
+    assert "Put a copy of it back" in caught.value.hint
+    file.write_bytes(whole)
+    await journal.open()
+    await journal.close()
+
+
 async def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     journal = SqlJournal(f"sqlite:///{tmp_path}/nowhere/journal.db")
     with pytest.raises(StorageError) as caught:

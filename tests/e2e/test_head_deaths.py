@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -150,3 +152,49 @@ def test_a_damaged_row_of_the_journal_costs_its_run_and_nobody_else(tmp_path: Pa
         done = mesh.ended(well)
         assert (done["status"]["state"], done["status"]["epoch"]) == ("Succeeded", 1)
         mesh.cli("delete", broken)
+
+
+@pytest.mark.long
+def test_a_damaged_journal_is_said_and_costs_no_run_once_it_is_put_back(tmp_path: Path) -> None:
+    """The coordinator that comes back waits for it, and says so to whoever asks; the ranks run on meanwhile."""
+    with real_mesh(tmp_path, "--machines", "2") as mesh:
+        gate = mesh.gate("damaged-journal")
+        name = mesh.submit("--nodes", "2", "--", "sh", "-c", f"{WAIT_FOR.format(gate)}; echo whole")
+        mesh.running(name)
+        victim = mesh.one("ray::CoordinatorActor")
+        victim.suspend()
+        kept = tmp_path / "kept"
+        kept.mkdir()
+        for file in ("journal.db-wal", "journal.db"):
+            shutil.copy(mesh.state / file, kept)
+            (mesh.state / file).write_bytes(b"?" * 8192)
+        victim.kill()
+
+        def said() -> str:
+            return mesh.cli("get", "runs", code=None).stderr
+
+        wait_until(lambda: "journal is damaged" in said(), "the damage to be said")
+        assert "Put a copy of it back" in said()
+        (mesh.state / "journal.db-shm").unlink(missing_ok=True)
+        for file in ("journal.db-wal", "journal.db"):  # it looks again and again: last what makes it one
+            os.replace(kept / file, mesh.state / file)
+        gate.touch()
+        done = mesh.ended(name)
+        assert (done["status"]["state"], done["status"]["epoch"]) == ("Succeeded", 1)
+
+
+@pytest.mark.long
+def test_a_run_that_the_journal_has_lost_is_ended_and_told(tmp_path: Path) -> None:
+    """Its ranks would run for ever on machines that nobody else gets."""
+    with real_mesh(tmp_path, "--machines", "2") as mesh:
+        name = mesh.submit("--nodes", "2", "--", "sh", "-c", "setsid sleep 600 & echo alive; exec sleep 600")
+        run = mesh.running(name)
+        mesh.wait_for_print(name, "alive", 0, 1)
+        victim = mesh.one("ray::CoordinatorActor")
+        victim.suspend()
+        for file in mesh.state.glob("journal.db*"):
+            file.unlink()
+        victim.kill()
+        mesh.no_process_left(run, limit_s=60)
+        assert f"run {run['metadata']['uid']} is not in the journal" in mesh.cli("status").stdout
+        assert mesh.cli("run", "--nodes", "2", "--", "echo", "free").stdout.count("free") == 2

@@ -105,6 +105,10 @@ class FakeFleet:
             if holder == uid
         ]
 
+    async def holders(self) -> set[RunUid]:
+        self._may_fail()
+        return {uid for uid, _ in self.held}
+
     async def cordon(self, machine: MachineName) -> None:
         if machine not in self.names:
             raise NotFoundError(f"There is no machine {machine}.", hint="See them all: mesh get machines")
