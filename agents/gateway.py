@@ -231,11 +231,12 @@ class GatewayProcess:
         parser = FrameParser(bytes_max=FRAME_BYTES_MAX)
         while data := await reader.read(READ_BYTES):
             for words in parser.feed(data):
+                number = words.get("id") if isinstance(words, dict) else None
                 try:
                     answer = {"ok": await self.perform(from_wire(words))}
                 except MeshError as error:
                     answer = {"error": error.to_wire()}
-                writer.write(encode_frame(answer))
+                writer.write(encode_frame({"id": number, **answer}))
                 await writer.drain()
 
 

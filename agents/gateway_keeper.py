@@ -32,7 +32,10 @@ START_LIMIT_S = 30.0
 START_LOOK_S = 0.02
 STOP_GRACE_S = 8.0
 """It takes rules, device and addresses away: a few calls of `nft` and `ip`."""
-READY_LIMIT_S = 60.0
+SILENCES_MAX = 2
+"""So many requests in a row that a gateway does not answer end it: one may be slow, on a machine that is busy."""
+READY_LIMIT_S = 90.0
+"""Longer than it takes to find out that it is dead, and to start another one."""
 ASIDE_MAX = 16
 """Of `ask_aside` at a time; the gateway takes few connections."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.1, 5.0
@@ -129,10 +132,12 @@ class GatewayKeeper:
                 assert client is not None
                 try:
                     return await client.ask(request)
-                except TransportError:
+                except MeshError:
+                    if not _is_dead(client):
+                        raise
                     if client is self._client and self._child is not None:
                         self._is_up.clear()
-                        await self._child.stop(grace_s=0.0)  # it is dead, or does not answer
+                        await self._child.stop(grace_s=0.0)
 
     async def ask_aside(self, request: Request) -> Any:
         """The same for what waits for other machines, so that nothing else waits for it: on a line of its own.
@@ -176,6 +181,7 @@ class GatewayKeeper:
                     break
                 except (MeshError, OSError) as error:
                     _log.error("the gateway cannot be started, again in %g s: %s", pause_s, error)
+                    await self._child.stop(grace_s=0.0)
                     await asyncio.sleep(pause_s)
                     pause_s = min(AGAIN_MAX_S, pause_s * 2)
             self._client = client
@@ -213,10 +219,15 @@ class GatewayKeeper:
         for request in list(self._told.values()):
             try:
                 await client.ask(request)
-            except TransportError:
-                raise
             except MeshError as error:
+                if client.is_broken or client.silences:
+                    raise
                 _log.error("the new gateway does not take %s: %s", type(request).__name__, error)
+
+
+def _is_dead(client: GatewayClient) -> bool:
+    """Or stands still: once it may only be late."""
+    return client.is_broken or client.silences >= SILENCES_MAX
 
 
 def _said(log: Path) -> str:

@@ -1,7 +1,8 @@
 """What a machine's gateway process is told over its control socket. Frames of mesh/wire.py, one answer for each. Pure.
 
 Rules of this file:
-1. A request is a map with `do`; an answer is {"ok": …} or {"error": what MeshError.to_wire gives}.
+1. A request is a map with `do`; an answer is {"ok": …} or {"error": what MeshError.to_wire gives}. Both have an `id`:
+   who has given a request up takes its answer for no other one's.
 2. Whoever speaks here is this machine's agent, so what is wrong is a fault of this program.
 3. Serials are hex text: they have 160 bits, msgpack's numbers 64.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from agents.gateway_client import GatewayClient
 from agents.gateway_keeper import GatewayKeeper, GatewayPlan
-from agents.gateway_wire import Counters, Offer, Probe, SetIdentity, SetMachines
+from agents.gateway_wire import Counters, Offer, Probe, SetIdentity, SetMachines, SourceOf
 from mesh.errors import AuthenticationError, DeploymentError, MeshTimeoutError
 from mesh.ids import MachineName
 from mesh.net.authority import new_authority
@@ -66,7 +68,7 @@ async def test_a_gateway_that_is_killed_is_back_and_knows_who_it_is(keeper: Gate
     assert [tuple(address) for address in found] == addresses
 
 
-async def test_one_that_does_not_answer_is_ended_and_another_one_is_asked(
+async def test_one_that_does_not_answer_twice_is_ended_and_another_one_is_asked(
     keeper: GatewayKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await keeper.start()
@@ -77,9 +79,53 @@ async def test_one_that_does_not_answer_is_ended_and_another_one_is_asked(
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(MeshTimeoutError):
         await keeper.ask(Counters())
-    monkeypatch.setattr("agents.gateway_client.ANSWER_LIMIT_S", 20.0)
+    assert keeper.pid == first
+    monkeypatch.setattr("agents.gateway_client.ANSWER_LIMIT_S", 5.0)
     await keeper.ask(Counters())
     assert keeper.pid not in (None, first)
+
+
+async def test_one_that_answers_late_lives_and_its_late_answer_is_nobody_else_s(
+    keeper: GatewayKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keeper.start()
+    await know_everything(keeper)
+    first = keeper.pid
+    assert first is not None
+    monkeypatch.setattr("agents.gateway_client.ANSWER_LIMIT_S", 0.5)
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(MeshTimeoutError):
+        await keeper.ask(Counters())
+    monkeypatch.setattr("agents.gateway_client.ANSWER_LIMIT_S", 30.0)
+    given_up = asyncio.create_task(keeper.ask(Counters()))
+    await asyncio.sleep(0.1)  # it has been written
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    os.kill(first, signal.SIGCONT)
+    assert await keeper.ask(SourceOf(port=1)) is None
+    assert "addresses" in await keeper.ask(Counters())
+    assert (keeper.pid, keeper.restarts) == (first, 0)
+
+
+async def test_one_that_cannot_be_told_everything_is_ended_before_the_next_one_is_begun(
+    keeper: GatewayKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keeper.start()
+    await know_everything(keeper)
+    fails = ["once"]
+    tell_all = keeper._tell_all
+
+    async def tell(client: GatewayClient) -> None:
+        if fails:
+            fails.pop()
+            raise MeshTimeoutError("It does not answer.", timeout_s=30.0)
+        await tell_all(client)
+
+    monkeypatch.setattr(keeper, "_tell_all", tell)
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    await eventually(lambda: keeper.restarts == 1, "it to be started again")
+    assert "addresses" in await keeper.ask(Counters())
 
 
 async def test_what_it_refuses_is_the_asker_s_to_hear(keeper: GatewayKeeper) -> None:
