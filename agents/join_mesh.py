@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine
 from typing import Any
 
 from agents import machine_shim
@@ -30,13 +30,13 @@ from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import forget_identity
 from agents.machine_state import LEAVING_NAME, MachineState
 from agents.mesh_asking import Asking, Membership
+from agents.mesh_heard import HEAD, JoinAnswer, MeshNewsHeard, answer_errors
 from agents.mesh_ports import MeshPorts, free_ports
 from agents.own_port import check_free
 from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL
 from agents.raylet_process import check_programs
-from mesh.errors import AuthenticationError, MeshError, TransportError
+from mesh.errors import AuthenticationError, MeshError, RemoteProtocolError, TransportError
 from mesh.http_transport import HttpTransport
-from mesh.ids import MachineName
 from mesh.net import firewall, other_gateways, redirect
 from mesh.net.authority import new_key_pem, signing_request
 from mesh.net.overlay import machine_overlay, member_overlay
@@ -53,10 +53,11 @@ from mesh.net.roster import MachinePlace, Revocations
 from mesh.net.shim.library import ShimPlace
 from mesh.net.tls import Credentials
 
-HEAD = MachineName("head")
 JOIN_LIMIT_S = 30.0
 FOLLOW_LIMIT_S = 40.0
 """The head answers within 20 s when there is nothing new."""
+NONSENSE_MAX = 30
+"""So many answers in a row that are no news end this life: the next one begins with a question to be taken in."""
 SAID_EVERY = 30
 """Of tries in vain, 10 s apart, so many are one line in the log."""
 RENEW_EVERY_S = 12 * 3600.0
@@ -102,20 +103,19 @@ class MeshWay:
             raise
         self._life = life
         self._over = asyncio.get_running_loop().create_future()
-        gateway = await self._open_gateway(life, answer["news"], deployment=str(answer["deployment"]))
+        gateway = await self._open_gateway(life, answer)
         reached = await self._ask_reach(life, gateway)
         self._tasks = [
-            asyncio.create_task(self._follow(life, gateway), name="news of the mesh"),
-            asyncio.create_task(self._renew(life, gateway), name="certificate"),
+            self._beside(self._follow(life, gateway), "news of the mesh"),
+            self._beside(self._renew(life, gateway), "certificate"),
         ]
-        cluster = answer["cluster"]
         return Terms(
             name=life.name,
-            node_id=str(answer["nodeId"]),
-            session=str(cluster["session"]),
-            cluster_address=str(cluster["address"]),
-            cluster_id=str(cluster["id"]),
-            cluster_token=str(answer["clusterToken"]),
+            node_id=answer.node_id,
+            session=answer.session,
+            cluster_address=answer.cluster_address,
+            cluster_id=answer.cluster_id,
+            cluster_token=answer.cluster_token,
             address=machine_overlay(life.number)[0],
             labels=self._labels(life, is_dialable=bool(reached)),
             resources={"GPU": self._gpus.count} if self._gpus is not None else {},
@@ -129,10 +129,9 @@ class MeshWay:
         if machine_shim.why_no_redirect() is None:
             await asyncio.to_thread(other_gateways.clear, redirect.OVERLAY)
 
-    async def _open_gateway(
-        self, life: Membership, news: Mapping[str, Any], *, deployment: str
-    ) -> GatewayKeeper:
+    async def _open_gateway(self, life: Membership, answer: JoinAnswer) -> GatewayKeeper:
         assert self._ports is not None
+        deployment = answer.deployment
         lacking = machine_shim.why_no_redirect()
         host, port = self._settings.listen
         plan = GatewayPlan(
@@ -152,7 +151,7 @@ class MeshWay:
         await asyncio.to_thread(firewall.sweep, deployment)  # of members that an earlier life left behind
         await self._tell_identity(life, gateway)
         await gateway.tell(SetLocal(addresses=member_overlay(life.number)))
-        await self._tell_news(gateway, news)
+        await self._tell_news(gateway, answer.news)
         await gateway.tell(Offer(ports=self._ports.offered, deliver_to=(machine_overlay(life.number)[0],)))
         return gateway
 
@@ -179,7 +178,8 @@ class MeshWay:
             answer = await api.call(
                 "POST", f"/v1/machines/{life.name}/reach", body=body, limit_s=JOIN_LIMIT_S
             )
-        return list(answer["addresses"])
+        with answer_errors():
+            return list(answer["addresses"])
 
     def _labels(self, life: Membership, *, is_dialable: bool) -> dict[str, str]:
         settings = self._settings
@@ -197,30 +197,48 @@ class MeshWay:
 
     # ---- life -------------------------------------------------------------------------------------
 
+    def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A fault of ours in it ends this life, and is told; the next life begins anew."""
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            fault = None if task.cancelled() else task.exception()
+            if fault is not None:
+                _log.error("a fault of this program: %s", task.get_name(), exc_info=fault)
+                self._end(f"a fault of this program: {fault!r}")
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(on_done)
+        return task
+
     async def until_over(self) -> str:
         assert self._over is not None
         return await asyncio.shield(self._over)
 
     async def _follow(self, life: Membership, gateway: GatewayKeeper) -> None:
-        pause_s, failures = AGAIN_FIRST_S, 0
+        pause_s, failures, nonsense = AGAIN_FIRST_S, 0, 0
         while True:
             try:
                 async with self._api(life) as api:
                     while True:
-                        news = await api.call(
+                        answer = await api.call(
                             "GET",
                             f"/v1/machines/{life.name}/mesh",
                             query={"after": life.version},
                             limit_s=FOLLOW_LIMIT_S,
                             repeat_s=0.0,
                         )
-                        pause_s, failures = AGAIN_FIRST_S, 0
+                        news = MeshNewsHeard.read(answer)
+                        pause_s, failures, nonsense = AGAIN_FIRST_S, 0, 0
                         if not await self._hear(life, gateway, news):
                             return
             except AuthenticationError as error:
                 self._end(error.message)
                 return
             except (MeshError, OSError) as error:
+                nonsense += isinstance(error, RemoteProtocolError)
+                if nonsense == NONSENSE_MAX:
+                    self._end(f"the head's news makes no sense: {error}")
+                    return
                 if failures % SAID_EVERY == 0:
                     moved = has_moved(self._settings.head) if isinstance(error, TransportError) else ""
                     _log.warning("no news from the head, asking again and again: %s %s", error, moved)
@@ -228,20 +246,19 @@ class MeshWay:
             await asyncio.sleep(pause_s)
             pause_s = min(AGAIN_MAX_S, pause_s * 2)
 
-    async def _hear(self, life: Membership, gateway: GatewayKeeper, news: Mapping[str, Any]) -> bool:
+    async def _hear(self, life: Membership, gateway: GatewayKeeper, news: MeshNewsHeard) -> bool:
         """False when this life is over."""
-        if str(news["cluster"]) != life.cluster:
+        if news.cluster != life.cluster:
             self._end("the deployment began again")
             return False
-        if str(news["version"]) == life.version:
+        if news.version == life.version:
             return True
-        bundle = str(news["bundle"]).encode()
-        if bundle != life.bundle_pem:
-            life.bundle_pem = bundle
+        if news.bundle_pem != life.bundle_pem:
+            life.bundle_pem = news.bundle_pem
             await asyncio.to_thread(self._asking.keep, life)
             await self._tell_identity(life, gateway)
         await self._tell_news(gateway, news)
-        life.version = str(news["version"])
+        life.version = news.version
         return True
 
     async def _renew(self, life: Membership, gateway: GatewayKeeper) -> None:
@@ -255,7 +272,8 @@ class MeshWay:
                         f"/v1/machines/{life.name}/certificate",
                         body={"request": signing_request(key).decode()},
                     )
-                life.key_pem, life.certificate_pem = key, str(answer["certificate"]).encode()
+                with answer_errors():
+                    life.key_pem, life.certificate_pem = key, str(answer["certificate"]).encode()
                 await self._tell_identity(life, gateway)
             except MeshError as error:  # there are more such periods in a certificate's life
                 _log.warning("no new certificate: %s", error)
@@ -270,7 +288,7 @@ class MeshWay:
         )
         await gateway.tell(SetIdentity(credentials=credentials))
 
-    async def _tell_news(self, gateway: GatewayKeeper, news: Mapping[str, Any]) -> None:
+    async def _tell_news(self, gateway: GatewayKeeper, news: MeshNewsHeard) -> None:
         """Where everybody is; the head is where this machine has found it, and so is its relay."""
         try:
             self._head_at = await self._settings.head.resolve()
@@ -278,26 +296,11 @@ class MeshWay:
             if self._head_at is None:
                 raise
         at = self._head_at
-        places = {
-            MachineName(str(name)): MachinePlace(
-                gateway=tuple((str(host), int(port)) for host, port in words["gateway"]),
-                overlay=tuple(str(address) for address in words["overlay"]),
-            )
-            for name, words in news["machines"].items()
-        }
-        places[HEAD] = MachinePlace(gateway=at, overlay=places[HEAD].overlay)
+        places = {**news.machines, HEAD: MachinePlace(gateway=at, overlay=news.machines[HEAD].overlay)}
         await gateway.tell(SetMachines(machines=places))
-        revoked = frozenset(MachineName(str(name)) for name in news["revoked"])
-        await gateway.tell(Revoke(revocations=Revocations(machines=revoked)))
-        relays = [
-            RelayPlace(
-                machine=MachineName(str(name)),
-                addresses=tuple((str(host), int(port)) for host, port in addresses),
-            )
-            for name, addresses in news["relays"].items()
-        ]
+        await gateway.tell(Revoke(revocations=Revocations(machines=news.revoked)))
         own = RelayPlace(machine=HEAD, addresses=at, is_gateway=True)
-        await gateway.tell(SetRelays(places=(*relays, own)))
+        await gateway.tell(SetRelays(places=(*news.relays, own)))
 
     def _api(self, life: Membership) -> contextlib.AbstractAsyncContextManager[HttpTransport]:
         return head_api(self._settings.head, bundle_pem=life.bundle_pem, secret=life.secret)

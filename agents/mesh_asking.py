@@ -16,6 +16,7 @@ from agents.head_line import ask_trust, head_api
 from agents.join_key import forget_join_key, join_key
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import KnownIdentity, read_identity, write_identity
+from agents.mesh_heard import JoinAnswer
 from mesh import __version__
 from mesh.errors import AuthenticationError, ConflictError
 from mesh.ids import MachineName
@@ -51,7 +52,7 @@ class Asking:
         self._settings = settings
         self._folder = folder
 
-    async def ask(self) -> tuple[dict[str, Any], Membership]:
+    async def ask(self) -> tuple[JoinAnswer, Membership]:
         """As the machine that it was, when it was one here; else by its token. What the head says, and who it is now.
 
         Raises AuthenticationError, ConflictError, SpecError when the head refuses; TransportError.
@@ -80,9 +81,7 @@ class Asking:
             _log.info("the token is not good any more; asking once more as %s", known.name)
             return await self._ask_again(known, patience_s=IN_USE_LIMIT_S)
 
-    async def _ask_again(
-        self, known: KnownIdentity, *, patience_s: float
-    ) -> tuple[dict[str, Any], Membership]:
+    async def _ask_again(self, known: KnownIdentity, *, patience_s: float) -> tuple[JoinAnswer, Membership]:
         """A machine that was cut off by its death may still be there for its head: it is waited for."""
         again = {"again": {"name": known.name, "secret": known.secret}}
         return await ask_until_free(
@@ -91,7 +90,7 @@ class Asking:
 
     async def _ask_with(
         self, credentials: Mapping[str, Any], authority_pem: bytes, key: bytes
-    ) -> tuple[dict[str, Any], Membership]:
+    ) -> tuple[JoinAnswer, Membership]:
         request = {
             **credentials,
             "request": signing_request(key).decode(),
@@ -102,19 +101,17 @@ class Asking:
             "nameHint": self._settings.name_hint,
         }
         async with head_api(self._settings.head, bundle_pem=authority_pem) as api:
-            answer: dict[str, Any] = await api.call(
-                "POST", "/v1/mesh/join", body=request, limit_s=JOIN_LIMIT_S, repeat_s=0.0
-            )
-        news = answer["news"]
+            words = await api.call("POST", "/v1/mesh/join", body=request, limit_s=JOIN_LIMIT_S, repeat_s=0.0)
+        answer = JoinAnswer.read(words)
         life = Membership(
-            name=MachineName(str(answer["name"])),
-            number=int(answer["number"]),
-            secret=str(answer["secret"]),
+            name=answer.name,
+            number=answer.number,
+            secret=answer.secret,
             key_pem=key,
-            certificate_pem=str(answer["certificate"]).encode(),
-            bundle_pem=str(news["bundle"]).encode(),
-            cluster=str(news["cluster"]),
-            version=str(news["version"]),
+            certificate_pem=answer.certificate_pem,
+            bundle_pem=answer.news.bundle_pem,
+            cluster=answer.news.cluster,
+            version=answer.news.version,
         )
         await asyncio.to_thread(self.keep, life)
         return answer, life

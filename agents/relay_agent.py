@@ -34,6 +34,7 @@ from agents.gateway import address_and_port, raise_descriptor_limit
 from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
 from agents.join_key import forget_join_key, join_key
 from agents.machine_state import LEAVING_NAME, claimed
+from agents.mesh_heard import RelayNewsHeard, answer_errors
 from agents.own_port import check_free, port_errors
 from agents.relay_folder import KnownRelay, RelayFolder
 from agents.relay_leaving import leave_head
@@ -198,17 +199,18 @@ class RelayAgent:
         }
         async with head_api(self._settings.head, bundle_pem=authority_pem) as api:
             answer = await api.call("POST", "/v1/relays", body=request, limit_s=JOIN_LIMIT_S, repeat_s=0.0)
-        news = answer["news"]
-        known = KnownRelay(
-            head=self._settings.head.url,
-            name=str(answer["name"]),
-            secret=str(answer["secret"]),
-            deployment=str(answer["deployment"]),
-            bundle=str(news["bundle"]),
-            key=key.decode(),
-            certificate=str(answer["certificate"]),
-            revoked=[str(name) for name in news["revoked"]],
-        )
+        with answer_errors():
+            news = RelayNewsHeard.read(answer["news"])
+            known = KnownRelay(
+                head=self._settings.head.url,
+                name=str(answer["name"]),
+                secret=str(answer["secret"]),
+                deployment=str(answer["deployment"]),
+                bundle=news.bundle,
+                key=key.decode(),
+                certificate=str(answer["certificate"]),
+                revoked=news.revoked,
+            )
         await self._folder.save_known(known)
         self._is_announced = True
         return known
@@ -221,7 +223,9 @@ class RelayAgent:
         body = {"addresses": [[address, port] for address in own], "port": port}
         async with self._api(known) as api:
             answer = await api.call("POST", f"/v1/relays/{known.name}/reach", body=body, limit_s=JOIN_LIMIT_S)
-        if not answer["addresses"]:
+        with answer_errors():
+            found = list(answer["addresses"])
+        if not found:
             tried = ", ".join(own) or "no address"
             raise DeploymentError(
                 f"The head cannot dial this relay: port {port} of {tried} does not lead to it.",
@@ -248,20 +252,21 @@ class RelayAgent:
             try:
                 async with self._api(self._present()) as api:
                     while True:
-                        news = await api.call(
+                        answer = await api.call(
                             "GET",
                             f"/v1/relays/{self._present().name}/news",
                             query={"after": version},
                             limit_s=FOLLOW_LIMIT_S,
                             repeat_s=0.0,
                         )
+                        news = RelayNewsHeard.read(answer)
                         pause_s = AGAIN_FIRST_S
                         del self._failures["news"]
                         if not self._is_announced:
                             await self._announce_late()
-                        if str(news["version"]) != version:
+                        if news.version != version:
                             await self._hear(news)
-                            version = str(news["version"])
+                            version = news.version
             except AuthenticationError as error:
                 self._over.set_exception(error)
                 return
@@ -270,13 +275,13 @@ class RelayAgent:
             await asyncio.sleep(pause_s)
             pause_s = min(AGAIN_MAX_S, pause_s * 2)
 
-    async def _hear(self, news: dict[str, Any]) -> None:
-        known, revoked = self._present(), [str(name) for name in news["revoked"]]
-        if revoked == known.revoked and str(news["bundle"]) == known.bundle:
+    async def _hear(self, news: RelayNewsHeard) -> None:
+        known = self._present()
+        if news.revoked == known.revoked and news.bundle == known.bundle:
             return
         if self._relay is not None:  # at once, also where the disk does not take it
-            self._relay.revoke(_revocations(revoked))
-        await self._keep(revoked=revoked, bundle=str(news["bundle"]))
+            self._relay.revoke(_revocations(news.revoked))
+        await self._keep(revoked=news.revoked, bundle=news.bundle)
 
     async def _renew(self) -> None:
         while True:
@@ -290,7 +295,9 @@ class RelayAgent:
                         f"/v1/relays/{known.name}/certificate",
                         body={"request": signing_request(key).decode()},
                     )
-                await self._keep(key=key.decode(), certificate=str(answer["certificate"]))
+                with answer_errors():
+                    certificate = str(answer["certificate"])
+                await self._keep(key=key.decode(), certificate=certificate)
             except (MeshError, OSError) as error:
                 _log.warning("no new certificate: %s", error)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agents.head_line import HeadUrl
+from agents.mesh_heard import RelayNewsHeard
 from agents.relay_agent import RelayAgent, RelaySettings
 from agents.relay_folder import KnownRelay, RelayFolder
 from mesh.errors import DeploymentError, TransportError
@@ -42,7 +43,9 @@ async def test_a_certificate_and_news_that_come_at_once_are_both_kept(tmp_path: 
 
     made = agent(SlowFolder(tmp_path))
     renewed = asyncio.create_task(made._keep(key="key 2", certificate="certificate 2"))
-    heard = asyncio.create_task(made._hear({"revoked": ["machine-1"], "bundle": "bundle 2"}))
+    heard = asyncio.create_task(
+        made._hear(RelayNewsHeard(version="2", revoked=["machine-1"], bundle="bundle 2"))
+    )
     await asyncio.sleep(0)
     may_write.set()
     await asyncio.gather(renewed, heard)

@@ -17,6 +17,7 @@ from agents import coming_back, head_line, join_mesh, mesh_asking
 from agents.gateway_keeper import GatewayKeeper
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
+from agents.mesh_heard import JoinAnswer, MeshNewsHeard
 from coordinator.mesh_machines import HEAD
 from mesh.client import connect
 from mesh.errors import (
@@ -25,6 +26,7 @@ from mesh.errors import (
     MeshError,
     MeshTimeoutError,
     NotFoundError,
+    RemoteProtocolError,
     SpecError,
     TransportError,
 )
@@ -56,7 +58,7 @@ async def bundle(head: HeadWorld) -> bytes:
     return head.authority.bundle_pem()
 
 
-async def joined(head: HeadWorld, folder: Path, **settings: Any) -> tuple[dict[str, Any], Any]:
+async def joined(head: HeadWorld, folder: Path, **settings: Any) -> tuple[JoinAnswer, Any]:
     """What a machine with a good token is told, and what its agent remembers."""
     return await head.way(folder, await head.token(), **settings)._asking.ask()
 
@@ -66,9 +68,9 @@ async def joined(head: HeadWorld, folder: Path, **settings: Any) -> tuple[dict[s
 
 async def test_a_token_lets_one_machine_in_and_its_identity_is_kept(head: HeadWorld, tmp_path: Path) -> None:
     answer, life = await joined(head, tmp_path / "m", name_hint="gpu")
-    assert answer["name"] == "gpu-1" == life.name
-    assert answer["number"] == 1
-    assert answer["news"]["machines"]["gpu-1"]["overlay"] == ["198.18.0.2", "fd67:6d00::2"]
+    assert answer.name == "gpu-1" == life.name
+    assert answer.number == 1
+    assert answer.news.machines[MachineName("gpu-1")].overlay == ("198.18.0.2", "fd67:6d00::2")
     kept = read_identity(tmp_path / "m")
     assert kept is not None
     assert (kept.name, kept.secret) == ("gpu-1", life.secret)
@@ -122,7 +124,7 @@ async def test_tokens_outlive_the_head(tmp_path: Path) -> None:
     async with head_world(tmp_path) as second:
         second.number = 7
         answer, _ = await second.way(tmp_path / "n", token)._asking.ask()
-        assert answer["number"] == 2
+        assert answer.number == 2
         with pytest.raises(AuthenticationError, match="used already"):
             await second.way(tmp_path / "o", used)._asking.ask()
 
@@ -167,9 +169,9 @@ async def test_other_versions_cost_no_token(
 async def test_a_machine_comes_back_without_a_token_as_another_one(head: HeadWorld, tmp_path: Path) -> None:
     await joined(head, tmp_path / "m")
     answer, life = await head.way(tmp_path / "m")._asking.ask()
-    assert answer["name"] == "machine-2"
-    assert answer["news"]["revoked"] == ["machine-1"]
-    assert list(answer["news"]["machines"]) == [HEAD, "machine-2"]
+    assert answer.name == "machine-2"
+    assert sorted(answer.news.revoked) == ["machine-1"]
+    assert list(answer.news.machines) == [HEAD, "machine-2"]
     kept = read_identity(tmp_path / "m")
     assert kept is not None
     assert kept.name == life.name
@@ -186,7 +188,7 @@ async def test_a_copied_disk_is_told_so_and_joins_by_a_token_of_its_own(
         await head.way(tmp_path / "copy")._asking.ask()
     assert raised.value.reason is Reason.IDENTITY_COPIED
     answer, _ = await head.way(tmp_path / "copy", await head.token())._asking.ask()
-    assert answer["name"] == "machine-3"
+    assert answer.name == "machine-3"
     await head.desk.check(life.name, life.secret)  # the first one is still in
 
 
@@ -223,7 +225,7 @@ async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
     answer, life = await joined(head, tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
     follows = asyncio.create_task(
-        head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
+        head.desk.follow(life.name, life.secret, answer.news.version, is_gone=lambda: False)
     )
     await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
     with pytest.raises(ConflictError) as raised:
@@ -239,7 +241,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again(head: HeadWorld, tmp_p
     await head.way(tmp_path / "m")._asking.ask()
     (tmp_path / "m" / "identity.json").write_text(before)  # it died before it was written
     answer, _ = await head.way(tmp_path / "m")._asking.ask()
-    assert list(answer["news"]["machines"]) == [HEAD, "machine-3"]
+    assert list(answer.news.machines) == [HEAD, "machine-3"]
 
 
 async def test_who_has_left_is_forgotten(head: HeadWorld, tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ async def test_whoever_follows_hears_of_every_change(head: HeadWorld, tmp_path: 
     answer, life = await joined(head, tmp_path / "m")
     async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
         path = f"/v1/machines/{life.name}/mesh"
-        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
+        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer.news.version}))
         await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
         await joined(head, tmp_path / "n")
         news = await waiting
@@ -276,7 +278,7 @@ async def test_a_machine_that_was_given_up_hears_it_while_it_waits(head: HeadWor
     answer, life = await joined(head, tmp_path / "m")
     async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
         path = f"/v1/machines/{life.name}/mesh"
-        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
+        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer.news.version}))
         await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
         await head.desk.give_up([life.name])
         with pytest.raises(AuthenticationError, match="given up"):
@@ -287,7 +289,7 @@ async def test_a_follower_that_is_gone_is_soon_not_taken_for_one(head: HeadWorld
     answer, life = await joined(head, tmp_path / "m")
     async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
         path = f"/v1/machines/{life.name}/mesh"
-        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer["news"]["version"]}))
+        waiting = asyncio.create_task(api.call("GET", path, query={"after": answer.news.version}))
         await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
         waiting.cancel()
     await eventually(lambda: not head.desk._newsroom.is_followed(life.name), "its wait to end")
@@ -491,12 +493,12 @@ async def test_a_copy_that_has_a_token_does_not_wait_for_the_machine_that_it_is_
     answer, life = await joined(head, tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
     follows = asyncio.create_task(
-        head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
+        head.desk.follow(life.name, life.secret, answer.news.version, is_gone=lambda: False)
     )
     await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
     way = head.way(tmp_path / "copy", await head.token())
     other, _ = await asyncio.wait_for(way._asking.ask(), 10)
-    assert other["name"] == "machine-2"
+    assert other.name == "machine-2"
     assert life.name in head.desk.places()
     follows.cancel()
 
@@ -510,19 +512,19 @@ async def test_a_token_in_a_unit_file_that_has_been_used_is_no_reason_to_stay_ou
     way = head.way(tmp_path / "m", token)
     answer, life = await way._asking.ask()
     follows = asyncio.create_task(
-        head.desk.follow(life.name, life.secret, answer["news"]["version"], is_gone=lambda: False)
+        head.desk.follow(life.name, life.secret, answer.news.version, is_gone=lambda: False)
     )
     await eventually(lambda: head.desk._newsroom.is_followed(life.name), "it to follow")
     asking = asyncio.create_task(head.way(tmp_path / "m", token)._asking.ask())
     await asyncio.sleep(0)
     follows.cancel()  # the head has noticed
     again, _ = await asyncio.wait_for(asking, 20)
-    assert again["name"] == "machine-2"
-    assert again["news"]["revoked"] == [life.name]
+    assert again.name == "machine-2"
+    assert sorted(again.news.revoked) == [life.name]
 
 
 async def test_two_machines_that_want_one_name_get_two(head: HeadWorld, tmp_path: Path) -> None:
-    names = [(await joined(head, tmp_path / folder, name_hint="gpu"))[0]["name"] for folder in ("a", "b")]
+    names = [(await joined(head, tmp_path / folder, name_hint="gpu"))[0].name for folder in ("a", "b")]
     assert names == ["gpu-1", "gpu-2"]
 
 
@@ -664,3 +666,75 @@ async def test_an_agent_whose_head_is_gone_says_what_its_owner_can_do(
     await eventually(lambda: "mesh join https://NEW-ADDRESS" in caplog.text, "it to be said")
     following.cancel()
     assert "cannot be reached" in caplog.text
+
+
+NEWS: dict[str, Any] = {
+    "version": "1.2",
+    "cluster": "cluster-1",
+    "bundle": "PEM",
+    "machines": {"head": {"gateway": [], "overlay": ["198.18.0.1"]}},
+    "relays": {},
+    "revoked": [],
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        "news",
+        {},
+        {**NEWS, "machines": {}},
+        {**NEWS, "machines": {"head": {}}},
+        {**NEWS, "machines": {"head": {"gateway": [["h", "x"]], "overlay": []}}},
+        {**NEWS, "machines": {"head": {"gateway": [["h"]], "overlay": []}}},
+        {**NEWS, "relays": {"r": 1}},
+        {**NEWS, "relays": []},
+        {**NEWS, "revoked": None},
+        {name: value for name, value in NEWS.items() if name != "version"},
+    ],
+)
+def test_news_that_is_none_is_a_refused_message(wrong: Any) -> None:
+    assert MeshNewsHeard.read(NEWS).version == "1.2"
+    with pytest.raises(RemoteProtocolError):
+        MeshNewsHeard.read(wrong)
+
+
+async def test_a_head_that_talks_nonsense_is_told_of_asked_again_and_given_up(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the news in silence: the machine stayed, and heard of nobody any more."""
+    for name, value in {"AGAIN_FIRST_S": 0.01, "AGAIN_MAX_S": 0.01, "NONSENSE_MAX": 3}.items():
+        monkeypatch.setattr(join_mesh, name, value)
+    _, life = await joined(head, tmp_path / "m")
+    way = head.way(tmp_path / "m")
+    way._over = asyncio.get_running_loop().create_future()
+    life.version = "of before"
+    monkeypatch.setattr(head.desk, "_news", lambda: {"version": "2", "machines": {"x": 1}})
+    asked = [0]
+    follow = head.desk.follow
+
+    async def count(*words: Any, **more: Any) -> Any:
+        asked[0] += 1
+        return await follow(*words, **more)
+
+    monkeypatch.setattr(head.desk, "follow", count)
+    following = way._beside(way._follow(life, cast(GatewayKeeper, None)), "news")
+    assert "makes no sense" in await asyncio.wait_for(way.until_over(), 20)
+    assert asked == [3]
+    assert "The head's answer is none" in caplog.text
+    await following
+
+
+async def test_a_fault_of_ours_in_the_news_ends_a_life_and_is_told(
+    head: HeadWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    way = head.way(tmp_path / "m")
+    way._over = asyncio.get_running_loop().create_future()
+
+    async def fails() -> None:
+        raise RuntimeError("x")
+
+    way._beside(fails(), "news")
+    assert "RuntimeError" in await asyncio.wait_for(way.until_over(), 20)
+    assert "a fault of this program: news" in caplog.text
