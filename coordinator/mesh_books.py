@@ -2,12 +2,14 @@
 
 Rules of this file:
 1. A change is on disk before anybody is told of it (`save` returns then).
-2. A book that cannot be read is no reason to forget it: the head does not start.
+2. A large book takes long to be put into words: that is done beside the loop, of a copy made at once.
+3. A book that cannot be read is no reason to forget it: the head does not start.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,14 +65,17 @@ class MeshBooks:
     async def save(self, name: str) -> None:
         """The book of this name, as it is now; on disk when it returns."""
         with state_errors(self._path):
-            await self._writer.write(self._path / name, self._text(name))
+            await self._writer.write(self._path / name, self._text_of_now(name))
 
-    def _text(self, name: str) -> str:
+    def _text_of_now(self, name: str) -> Callable[[], str]:
+        """Makes the text of the book as it is at this moment, later and in another thread: entries are frozen."""
         if name == TOKENS_NAME:
-            return json.dumps([asdict(record) for record in self.tokens.records.values()])
-        if name == MACHINES_NAME:
-            return json.dumps(self.machines.to_json())
-        return json.dumps(self.relays.to_json() if name == RELAYS_NAME else self.ledger.to_json())
+            records = list(self.tokens.records.values())
+            return lambda: json.dumps([asdict(record) for record in records])
+        books: dict[str, MeshMachines | MeshRelays | RelayLedger]
+        books = {MACHINES_NAME: self.machines, RELAYS_NAME: self.relays, LEDGER_NAME: self.ledger}
+        book = books[name].copy()
+        return lambda: json.dumps(book.to_json())
 
     def _read(self, name: str) -> str | None:
         with state_errors(self._path):

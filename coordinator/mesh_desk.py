@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from coordinator.api.mesh_service import JoinedTerms, MeshNews
+from coordinator.dial_back import DialBack
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MACHINES_NAME, TOKENS_NAME, MeshBooks
 from coordinator.mesh_machines import HEAD, MeshMachine, checked_hint
@@ -33,7 +34,6 @@ from mesh.net.roster import MachinePlace, Machines
 from mesh.net.tokens import TTL_S, JoinToken, TokenRecord, used_already
 from mesh.resources import JoinTokenFacts
 
-ADDRESSES_MAX = 8
 SECRET_BYTES = 24
 
 
@@ -98,10 +98,12 @@ class MeshDesk:
         self._newsroom = MeshNewsroom(
             changes=lambda: books.machines.version + self.relays.changes, on_change=on_change
         )
+        self._dial_back = DialBack()
         self.relays = RelayDesk(
             books=books,
             authority=authority,
             around=around,
+            dial_back=self._dial_back,
             newsroom=self._newsroom,
             revoked=self.revoked,
             save=books.save,
@@ -222,7 +224,9 @@ class MeshDesk:
         port: int | None,
         seen_from: int,
     ) -> list[tuple[str, int]]:
-        """Where this machine can be dialled, found out by dialling it, which everybody is told.
+        """Where this machine can be dialled, found out by dialling it (`dial_back.py`), which everybody is told.
+
+        Raises AuthenticationError, TransportError (LimitExceeded).
 
         Args:
             addresses: what it takes for its own.
@@ -230,11 +234,12 @@ class MeshDesk:
             seen_from: our side's port of the connection that it asks on.
         """
         machine = await self._check(name, secret)
-        asked = list(dict.fromkeys(addresses))[: ADDRESSES_MAX - 1]
-        source = await self._around.source_of(seen_from) if port is not None else None
-        if source and port is not None and (source, port) not in asked:
-            asked.append((source, port))
-        found = await self._around.probe(machine.name, asked) if asked else []
+        found: list[tuple[str, int]] = []
+        if port is not None:
+            source = await self._around.source_of(seen_from)
+            found = await self._dial_back.find(
+                machine.name, addresses, source=source, port=port, dial=self._around.probe
+            )
         self._books.machines.place(machine.name, tuple(found))
         await self._books.save(MACHINES_NAME)
         self._newsroom.tell()

@@ -163,6 +163,10 @@ class MeshMachines:
 
     # ---- on disk ----------------------------------------------------------------------------------
 
+    def copy(self) -> MeshMachines:
+        """As it is now; what is in it is frozen."""
+        return replace(self, machines=dict(self.machines))
+
     def to_json(self) -> dict[str, Any]:
         machines = [asdict(machine) for machine in self.machines.values()]
         return {"machines": machines, "last_number": self.last_number, "version": self.version}

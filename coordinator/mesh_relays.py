@@ -136,6 +136,10 @@ class MeshRelays:
         """Those that have, and whose certificates could be valid."""
         return sorted(name for name, relay in self.relays.items() if relay.gone_at is not None)
 
+    def copy(self) -> MeshRelays:
+        """As it is now; what is in it is frozen."""
+        return replace(self, relays=dict(self.relays))
+
     def to_json(self) -> list[dict[str, Any]]:
         return [asdict(relay) for relay in self.relays.values()]
 

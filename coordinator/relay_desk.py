@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from coordinator.api.relay_service import RelayNews, RelayTerms
+from coordinator.dial_back import DialBack
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import LEDGER_NAME, RELAYS_NAME, TOKENS_NAME, MeshBooks
 from coordinator.mesh_machines import HEAD, checked_hint
@@ -35,7 +36,6 @@ from mesh.resources import RelayedBytes, RelayFacts
 SILENT_S = 30.0
 """A follower asks again at once, and a question is answered after 20 s at most."""
 SECRET_BYTES = 24
-ADDRESSES_MAX = 4
 COUNT_MAX = 10**6
 
 
@@ -63,6 +63,7 @@ class RelayDesk:
         books: MeshBooks,
         authority: MeshAuthority,
         around: Surroundings,
+        dial_back: DialBack,
         newsroom: MeshNewsroom,
         revoked: Callable[[], list[MachineName]],
         save: Callable[[str], Awaitable[None]],
@@ -70,6 +71,7 @@ class RelayDesk:
         self._books = books
         self._authority = authority
         self._around = around
+        self._dial_back = dial_back
         self._newsroom = newsroom
         self._revoked = revoked
         self._save = save
@@ -172,7 +174,7 @@ class RelayDesk:
         port: int,
         seen_from: int,
     ) -> list[tuple[str, int]]:
-        """Where this relay can be dialled, found out by dialling it. Raises AuthenticationError.
+        """Where this relay can be dialled, found out by dialling it. Raises as `MeshDesk.reach`.
 
         Args:
             addresses: what it takes for its own.
@@ -180,11 +182,10 @@ class RelayDesk:
             seen_from: our side's port of the connection that it asks on.
         """
         relay = await self._check(name, secret)
-        asked = list(dict.fromkeys(addresses))[: ADDRESSES_MAX - 1]
         source = await self._around.source_of(seen_from)
-        if source and (source, port) not in asked:
-            asked.append((source, port))
-        found = await self._around.probe_relay(relay.name, asked) if asked else []
+        found = await self._dial_back.find(
+            relay.name, addresses, source=source, port=port, dial=self._around.probe_relay
+        )
         self._books.relays.place(relay.name, tuple(found))
         await self._save(RELAYS_NAME)
         self._hear(relay.name)

@@ -9,7 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mesh.ids import MachineName, RunUid
@@ -71,6 +71,10 @@ class RelayLedger:
             for (relay, pair), amount in self.rows.items()
             if run is None or pair.run == run
         ]
+
+    def copy(self) -> RelayLedger:
+        """As it is now; what is in it is frozen."""
+        return replace(self, accounts=dict(self.accounts), rows=dict(self.rows))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,10 @@ class PrivateWriter:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="private writer")
 
-    async def write(self, path: Path, text: str) -> None:
-        """See `write_private`."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, write_private, path, text)
+    async def write(self, path: Path, text: str | Callable[[], str]) -> None:
+        """See `write_private`. A text that takes long to make is made beside the loop, too, when it is a function."""
+
+        def work() -> None:
+            write_private(path, text if isinstance(text, str) else text())
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)

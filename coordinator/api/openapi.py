@@ -22,6 +22,7 @@ _ERROR_TEXT = {
     HTTPStatus.NOT_FOUND: "There is no such thing.",
     HTTPStatus.FORBIDDEN: "This deployment does not allow it.",
     HTTPStatus.CONFLICT: "The present state does not allow this, or the name is taken.",
+    HTTPStatus.TOO_MANY_REQUESTS: "It is asked too often; come back later.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is over the limit.",
     HTTPStatus.INSUFFICIENT_STORAGE: "The journal cannot be written; nothing was accepted.",
 }

@@ -31,21 +31,19 @@ from coordinator.api.mesh_service import (
 )
 from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import read_reclaim
-from mesh.errors import DeploymentError, SpecError
-from mesh.reasons import Reason
+from mesh.errors import ConflictError, SpecError
 from mesh.resources import JoinTokenFacts, Machine, NewJoinToken
 
 ADDRESSES_MAX = 8
 
 
 def mesh_of(request: web.Request) -> MeshService:
-    """Raises DeploymentError."""
+    """Raises ConflictError."""
     mesh = request.app[CONTEXT].mesh
     if mesh is None:
-        raise DeploymentError(
+        raise ConflictError(
             "This deployment has no mesh port; machines cannot join it through one.",
             hint="Start it with one: mesh up --listen HOST:PORT.",
-            reason=Reason.CONFLICT,
         )
     return mesh
 
@@ -265,7 +263,7 @@ ENDPOINTS = (
         access="open",
         body=ReachRequest,
         answers=(Answer(text="Where it can.", shape=Reached),),
-        errors=(HTTPStatus.CONFLICT,),
+        errors=(HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS),
     ),
     Endpoint(
         method="POST",

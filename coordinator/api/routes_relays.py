@@ -147,7 +147,7 @@ ENDPOINTS = (
         access="open",
         body=ReachRequest,
         answers=(Answer(text="Where it can.", shape=Reached),),
-        errors=CONFLICT,
+        errors=(HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS),
     ),
     Endpoint(
         method="POST",

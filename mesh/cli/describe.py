@@ -47,11 +47,11 @@ async def _describe(name: str, output: OutputFormat, state: Any, url: str | None
 
 
 async def _relayed(client: MeshClient, uid: str) -> list[Any]:
-    from mesh.errors import DeploymentError
+    from mesh.errors import ConflictError
 
     try:
         return list(await client.list_relayed(uid))
-    except DeploymentError:  # a deployment without a mesh port has no relays
+    except ConflictError:  # a deployment without a mesh port has no relays
         return []
 
 

@@ -92,15 +92,10 @@ async def _drain(
 
 async def _remove_relay(client: MeshClient, name: str) -> bool:
     """False when there is no such relay."""
-    from mesh.errors import DeploymentError, NotFoundError
-    from mesh.reasons import Reason
+    from mesh.errors import ConflictError, NotFoundError
 
     try:
         await client.remove_relay(name)
-    except NotFoundError:
-        return False
-    except DeploymentError as error:
-        if error.reason is not Reason.CONFLICT:  # that is: the deployment has no mesh port
-            raise
+    except (NotFoundError, ConflictError):  # or the deployment has no mesh port
         return False
     return True

@@ -88,7 +88,8 @@ class Streams:
         *,
         on_end: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
-        """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over.
+        """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over,
+        also when it raises.
 
         `on_end` is called once, when it is over. What comes back cuts it; when it is over that does nothing.
         """
@@ -108,9 +109,18 @@ class Streams:
             self.bytes_received += stream.pump.bytes_received
             on_end()
 
-        stream.pump = Pump(plain=plain, channel=channel, on_end=ended)
-        self._running.add(stream)
-        stream.pump.start()
+        try:
+            stream.pump = Pump(plain=plain, channel=channel, on_end=ended)
+            self._running.add(stream)
+            stream.pump.start()
+        except BaseException:
+            if stream.pump is not None:
+                stream.pump.cut()
+            else:
+                reset(plain)
+                reset(channel.socket)
+                on_end()
+            raise
         return stream.pump.cut
 
     def apply(self) -> None:

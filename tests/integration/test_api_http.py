@@ -478,10 +478,8 @@ async def test_every_answer_is_as_the_document_says(server: Server) -> None:
             *routes_mesh.ENDPOINTS,
             *routes_relays.ENDPOINTS,
         ):  # net/test_mesh_relays.py has a mesh port
-            assert (status, "no mesh port" in body["error"]["message"]) == (
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                True,
-            )
+            assert (status, "no mesh port" in body["error"]["message"]) == (HTTPStatus.CONFLICT, True)
+            assert HTTPStatus.CONFLICT in endpoint.errors
             continue
         assert TypeAdapter(shapes[0]).validate_python(body) == body, endpoint.path
         checked += 1

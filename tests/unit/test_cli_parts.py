@@ -24,8 +24,7 @@ from mesh.cli.output import end_of, lay_out, span
 from mesh.cli.run import RunOptions
 from mesh.cli.terminal import OutputClosedError, Terminal, printable
 from mesh.deployment import DeploymentRecord, process_started, read_record, state_folder, write_record
-from mesh.errors import DeploymentError, MeshError, NotFoundError, SpecError
-from mesh.reasons import Reason
+from mesh.errors import ConflictError, DeploymentError, MeshError, NotFoundError, SpecError
 from mesh.spec import job_from_flags
 from mesh.submission import dry_run_answer, facts_for, prepare
 
@@ -406,9 +405,7 @@ def test_what_relays_carried_is_part_of_a_run_s_story() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "error", [None, NotFoundError("no relay"), DeploymentError("no mesh port", reason=Reason.CONFLICT)]
-)
+@pytest.mark.parametrize("error", [None, NotFoundError("no relay"), ConflictError("no mesh port")])
 async def test_a_relay_is_drained_by_its_name_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: MeshError | None
 ) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from coordinator.mesh_books import NAMES, MeshBooks
 from mesh import private_writer
+from mesh.ids import MachineName
 from mesh.private_files import write_private
 from mesh.private_writer import PrivateWriter
 
@@ -47,3 +50,30 @@ async def test_what_was_begun_by_who_was_cancelled_does_not_overwrite_what_came_
         may_end.set()
         await second
     assert path.read_text() == "second"
+
+
+async def test_a_text_is_made_beside_the_loop_and_in_the_order_of_asking(tmp_path: Path) -> None:
+    writer, path, made = PrivateWriter(), tmp_path / "book", []
+
+    def text(number: int) -> str:
+        made.append((number, threading.current_thread() is threading.main_thread()))
+        return str(number)
+
+    await asyncio.gather(*(writer.write(path, partial(text, number)) for number in range(5)))
+    assert made == [(number, False) for number in range(5)]
+    assert path.read_text() == "4"
+
+
+async def test_a_book_is_written_as_it_was_when_that_was_asked_for(tmp_path: Path) -> None:
+    books = MeshBooks(tmp_path)
+    books.machines.enter(MachineName("machine-1"), "s", now=1.0)
+    books.relays.enter(MachineName("relay-1"), "s", now=1.0)
+    saving = [asyncio.create_task(books.save(name)) for name in NAMES]
+    await asyncio.sleep(0)  # each has been asked for
+    books.machines.enter(MachineName("machine-2"), "s", now=2.0)
+    books.relays.leave(MachineName("relay-1"), now=2.0)
+    await asyncio.gather(*saving)
+    read = MeshBooks(tmp_path)
+    read.load()
+    assert list(read.machines.machines) == ["machine-1"]
+    assert list(read.relays.present()) == ["relay-1"]

@@ -353,13 +353,46 @@ async def test_the_head_finds_out_where_a_machine_can_be_dialled(
     await gateway.stop()
 
 
-async def test_another_machine_at_that_address_is_not_taken_for_it(head: HeadWorld, tmp_path: Path) -> None:
+async def test_another_machine_at_that_address_is_not_taken_for_it(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, life = await joined(head, tmp_path / "m")
     answer, other = await joined(head, tmp_path / "n")
     gateway = await gateway_of(head, answer, other)
-    found = await head.desk.reach(life.name, life.secret, addresses=gateway.addresses, port=None, seen_from=0)
-    assert found == []
+    port = gateway.addresses[0][1]
+
+    async def loopback(seen_from: int) -> str:
+        return "127.0.0.1"
+
+    monkeypatch.setattr(head, "source_of", loopback)
+    mine = await head.desk.reach(other.name, other.secret, addresses=[], port=port, seen_from=0)
+    found = await head.desk.reach(life.name, life.secret, addresses=[], port=port, seen_from=0)
+    assert (mine, found) == ([("127.0.0.1", port)], [])
     await gateway.stop()
+
+
+async def test_a_machine_cannot_have_the_head_look_around(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.dial_back.ASKS_MAX", 2)
+    _, life = await joined(head, tmp_path / "m")
+    dialled: list[Any] = []
+
+    async def probe(machine: MachineName, addresses: Any) -> list[Any]:
+        dialled.extend(addresses)
+        return []
+
+    monkeypatch.setattr(head, "probe", probe)
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        path = f"/v1/machines/{life.name}/reach"
+        named = ["169.254.169.254", "127.0.0.2", "198.18.0.2", "::1", "10.0.0.7"]
+        body = {"addresses": [*([host, 80] for host in named), ["10.0.0.7", 22]], "port": 80}
+        await api.call("POST", path, body=body)
+        assert dialled == [("10.0.0.7", 80), ("127.0.0.1", 80)]  # its like, and where it comes from
+        await api.call("POST", path, body=body)
+        with pytest.raises(TransportError, match="too often") as raised:
+            await api.call("POST", path, body=body, repeat_s=0.0)
+        assert raised.value.reason is Reason.LIMIT_EXCEEDED
 
 
 async def test_the_head_s_port_is_a_relay_too(head: HeadWorld, tmp_path: Path) -> None:

@@ -215,15 +215,16 @@ async def test_a_relay_s_token_is_no_machine_s_and_the_reverse_and_neither_is_us
 async def test_a_relay_that_the_head_cannot_dial_is_told_so_and_offered_to_nobody(
     head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.net.probe.PROBE_LIMIT_S", 0.3)
-
     async def nobody(port: int) -> None:
         return None
 
-    monkeypatch.setattr(head, "source_of", nobody)
     made = agent(head, tmp_path / "r", await relay_token(head), public_address="127.0.0.9")
-    with pytest.raises(DeploymentError, match=r"cannot dial this relay: port \d+ of 127\.0\.0\.9") as caught:
-        await made.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "source_of", nobody)
+        with pytest.raises(
+            DeploymentError, match=r"cannot dial this relay: port \d+ of 127\.0\.0\.9"
+        ) as caught:
+            await made.run()
     assert caught.value.reason is Reason.UNREACHABLE
     assert (state_of(head, "relay-1"), head.desk.relays.offered()) == ("Unreachable", {})
     async with running(agent(head, tmp_path / "r")) as name:  # no token any more
