@@ -70,16 +70,18 @@ class DialBack:
         """When, of late; the one that asked first longest ago first."""
 
     async def find(
-        self, name: MachineName, said: Sequence[Address], *, source: str | None, port: int, dial: Dial
+        self, name: MachineName, said: Sequence[Address], *, source: str | None, port: int | None, dial: Dial
     ) -> list[Address]:
         """Those addresses at which `dial` found it. Raises TransportError (LimitExceeded), and what `dial` raises.
 
         Args:
             said: what it takes for its own.
             source: where its connection comes from; None when that is not known.
-            port: where it listens.
+            port: where it listens; None when it does not.
         """
         self._count(name)
+        if port is None:
+            return []
         own = await asyncio.to_thread(_own_addresses)
         asked = [(host, at) for host, at in dict.fromkeys(said) if at == port]
         asked = [(host, at) for host, at in asked if may_dial(host, source=source, own=own)]

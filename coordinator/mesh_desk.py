@@ -234,12 +234,13 @@ class MeshDesk:
             seen_from: our side's port of the connection that it asks on.
         """
         machine = await self._check(name, secret)
-        found: list[tuple[str, int]] = []
-        if port is not None:
-            source = await self._around.source_of(seen_from)
-            found = await self._dial_back.find(
-                machine.name, addresses, source=source, port=port, dial=self._around.probe
-            )
+        found = await self._dial_back.find(
+            machine.name,
+            addresses,
+            source=await self._around.source_of(seen_from),
+            port=port,
+            dial=self._around.probe,
+        )
         self._books.machines.place(machine.name, tuple(found))
         await self._books.save(MACHINES_NAME)
         self._newsroom.tell()

@@ -171,7 +171,7 @@ class RelayDesk:
         secret: str,
         *,
         addresses: Sequence[tuple[str, int]],
-        port: int,
+        port: int | None,
         seen_from: int,
     ) -> list[tuple[str, int]]:
         """Where this relay can be dialled, found out by dialling it. Raises as `MeshDesk.reach`.
@@ -182,9 +182,12 @@ class RelayDesk:
             seen_from: our side's port of the connection that it asks on.
         """
         relay = await self._check(name, secret)
-        source = await self._around.source_of(seen_from)
         found = await self._dial_back.find(
-            relay.name, addresses, source=source, port=port, dial=self._around.probe_relay
+            relay.name,
+            addresses,
+            source=await self._around.source_of(seen_from),
+            port=port,
+            dial=self._around.probe_relay,
         )
         self._books.relays.place(relay.name, tuple(found))
         await self._save(RELAYS_NAME)

@@ -82,7 +82,7 @@ class RelayService(Protocol):
         secret: str,
         *,
         addresses: Sequence[tuple[str, int]],
-        port: int,
+        port: int | None,
         seen_from: int,
     ) -> list[tuple[str, int]]: ...
     async def renew(self, name: str, secret: str, request_pem: str) -> str: ...

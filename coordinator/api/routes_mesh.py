@@ -7,21 +7,17 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 from aiohttp import web
 
 from coordinator.api.auth import bearer_of
-from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Query, read_json
+from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Query
 from coordinator.api.mesh_service import (
     JoinedTerms,
     JoinTokenList,
     MeshJoinRequest,
     MeshNews,
-    MeshService,
     Reached,
     ReachRequest,
     Renewed,
@@ -31,21 +27,18 @@ from coordinator.api.mesh_service import (
 )
 from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import read_reclaim
-from mesh.errors import ConflictError, SpecError
+from coordinator.api.routes_joined import (
+    AFTER,
+    follows,
+    joins,
+    leaves,
+    mesh_of,
+    object_of,
+    reaches,
+    renews,
+)
+from mesh.errors import SpecError
 from mesh.resources import JoinTokenFacts, Machine, NewJoinToken
-
-ADDRESSES_MAX = 8
-
-
-def mesh_of(request: web.Request) -> MeshService:
-    """Raises ConflictError."""
-    mesh = request.app[CONTEXT].mesh
-    if mesh is None:
-        raise ConflictError(
-            "This deployment has no mesh port; machines cannot join it through one.",
-            hint="Start it with one: mesh up --listen HOST:PORT.",
-        )
-    return mesh
 
 
 async def get_authority(request: web.Request, query: Query) -> web.StreamResponse:
@@ -72,36 +65,6 @@ async def revoke_token(request: web.Request, query: Query) -> web.StreamResponse
     return web.json_response(await mesh_of(request).revoke_token(request.match_info["id"]))
 
 
-async def join(request: web.Request, query: Query) -> web.StreamResponse:
-    body = await object_of(request, "a machine's request to join")
-    return web.json_response(await mesh_of(request).join(body))
-
-
-async def follow(request: web.Request, query: Query) -> web.StreamResponse:
-    news = await mesh_of(request).follow(
-        request.match_info["name"], bearer_of(request), query["after"] or "", is_gone=is_gone_of(request)
-    )
-    return web.json_response(news)
-
-
-async def reach(request: web.Request, query: Query) -> web.StreamResponse:
-    asked = await reach_of(request, "a machine's addresses")
-    found = await mesh_of(request).reach(
-        request.match_info["name"],
-        bearer_of(request),
-        addresses=asked.addresses,
-        port=asked.port,
-        seen_from=asked.seen_from,
-    )
-    return web.json_response({"addresses": [list(address) for address in found]})
-
-
-async def renew(request: web.Request, query: Query) -> web.StreamResponse:
-    wanted = await request_of(request)
-    certificate = await mesh_of(request).renew(request.match_info["name"], bearer_of(request), wanted)
-    return web.json_response({"certificate": certificate})
-
-
 async def leave(request: web.Request, query: Query) -> web.StreamResponse:
     """As reclaim, by the machine itself."""
     name = await mesh_of(request).check(request.match_info["name"], bearer_of(request))
@@ -117,80 +80,6 @@ async def get_own(request: web.Request, query: Query) -> web.StreamResponse:
     found = next((machine for machine in machines if machine["name"] == name), None)
     return web.json_response({"machine": found})
 
-
-async def left(request: web.Request, query: Query) -> web.StreamResponse:
-    await mesh_of(request).left(request.match_info["name"], bearer_of(request))
-    return web.json_response({})
-
-
-def is_gone_of(request: web.Request) -> Callable[[], bool]:
-    """Whether who asked does not wait any more, or the API stops."""
-    stopping = request.app[CONTEXT].stopping
-    return lambda: request.transport is None or request.transport.is_closing() or stopping.is_set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedReach:
-    """Where somebody takes itself to be."""
-
-    addresses: list[tuple[str, int]]
-    port: int | None
-    seen_from: int
-
-
-async def reach_of(request: web.Request, what: str) -> AskedReach:
-    """Raises SpecError."""
-    body = await object_of(request, what)
-    port = body.get("port")
-    if port is not None and not _is_port(port):
-        raise SpecError("port is that which it listens on, or null.", field="port", got=str(port)[:80])
-    peer = request.transport.get_extra_info("peername") if request.transport is not None else None
-    return AskedReach(
-        addresses=_addresses(body.get("addresses")), port=port, seen_from=peer[1] if peer else 0
-    )
-
-
-async def request_of(request: web.Request) -> str:
-    """A certificate signing request. Raises SpecError."""
-    wanted = (await object_of(request, "a certificate request")).get("request")
-    if not isinstance(wanted, str):
-        raise SpecError("request is a certificate signing request, PEM.", field="request")
-    return wanted
-
-
-async def object_of(request: web.Request, what: str) -> dict[str, Any]:
-    """Raises SpecError."""
-    body = await read_json(request, what=what)
-    if not isinstance(body, dict):
-        raise SpecError(f"The request takes {what}, as an object.")
-    return body
-
-
-def _is_port(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 65536
-
-
-def _addresses(given: Any) -> list[tuple[str, int]]:
-    import ipaddress
-
-    if not isinstance(given, list) or len(given) > ADDRESSES_MAX:
-        raise SpecError(f"addresses is a list of at most {ADDRESSES_MAX}.", field="addresses")
-    found = []
-    for pair in given:
-        try:
-            host, port = pair
-            address = str(ipaddress.ip_address(host))
-        except (TypeError, ValueError):
-            address, port = "", None
-        if not address or not _is_port(port):
-            raise SpecError(
-                "Each of addresses is an IP address and a port.", field="addresses", got=str(pair)[:80]
-            )
-        found.append((address, port))
-    return found
-
-
-AFTER = Parameter(name="after", kind="string", text="The version of the news that was heard last.")
 
 ENDPOINTS = (
     Endpoint(
@@ -237,7 +126,7 @@ ENDPOINTS = (
         path="/v1/mesh/join",
         operation="joinMesh",
         summary="Take a machine into the mesh, by a join token or its secret: what its agent calls before it starts",
-        handler=join,
+        handler=joins(mesh_of, what="a machine's request to join"),
         access="open",
         body=MeshJoinRequest,
         answers=(Answer(text="The machine's name, certificate and cluster.", shape=JoinedTerms),),
@@ -248,7 +137,7 @@ ENDPOINTS = (
         path="/v1/machines/{name}/mesh",
         operation="followMesh",
         summary="What is new in the mesh; waits for it. Takes the machine's secret",
-        handler=follow,
+        handler=follows(mesh_of),
         access="open",
         parameters=(AFTER,),
         answers=(Answer(text="Everything that there is to know now.", shape=MeshNews),),
@@ -259,7 +148,7 @@ ENDPOINTS = (
         path="/v1/machines/{name}/reach",
         operation="reachMachine",
         summary="Find out whether a machine's mesh port can be dialled. Takes the machine's secret",
-        handler=reach,
+        handler=reaches(mesh_of, what="a machine's addresses"),
         access="open",
         body=ReachRequest,
         answers=(Answer(text="Where it can.", shape=Reached),),
@@ -270,7 +159,7 @@ ENDPOINTS = (
         path="/v1/machines/{name}/certificate",
         operation="renewCertificate",
         summary="A newer certificate for a machine. Takes the machine's secret",
-        handler=renew,
+        handler=renews(mesh_of),
         access="open",
         body=RenewRequest,
         answers=(Answer(text="The certificate.", shape=Renewed),),
@@ -303,7 +192,7 @@ ENDPOINTS = (
         path="/v1/machines/{name}",
         operation="leftMachine",
         summary="A machine has left: its certificate is revoked. Takes the machine's secret",
-        handler=left,
+        handler=leaves(mesh_of),
         access="open",
         answers=(Answer(text="Nothing.", shape=dict[str, object]),),
         errors=(HTTPStatus.CONFLICT,),

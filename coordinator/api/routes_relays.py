@@ -23,51 +23,25 @@ from coordinator.api.relay_service import (
     RelayService,
     RelayTerms,
 )
-from coordinator.api.routes_mesh import AFTER, is_gone_of, mesh_of, object_of, reach_of, request_of
+from coordinator.api.routes_joined import (
+    AFTER,
+    follows,
+    joins,
+    leaves,
+    mesh_of,
+    object_of,
+    reaches,
+    renews,
+)
 
 
 def _relays(request: web.Request) -> RelayService:
     return mesh_of(request).relays
 
 
-async def join(request: web.Request, query: Query) -> web.StreamResponse:
-    body = await object_of(request, "a relay's request to take part")
-    return web.json_response(await _relays(request).join(body))
-
-
-async def follow(request: web.Request, query: Query) -> web.StreamResponse:
-    news = await _relays(request).follow(
-        request.match_info["name"], bearer_of(request), query["after"] or "", is_gone=is_gone_of(request)
-    )
-    return web.json_response(news)
-
-
-async def reach(request: web.Request, query: Query) -> web.StreamResponse:
-    asked = await reach_of(request, "a relay's addresses")
-    found = await _relays(request).reach(
-        request.match_info["name"],
-        bearer_of(request),
-        addresses=asked.addresses,
-        port=asked.port or 0,
-        seen_from=asked.seen_from,
-    )
-    return web.json_response({"addresses": [list(address) for address in found]})
-
-
-async def renew(request: web.Request, query: Query) -> web.StreamResponse:
-    wanted = await request_of(request)
-    certificate = await _relays(request).renew(request.match_info["name"], bearer_of(request), wanted)
-    return web.json_response({"certificate": certificate})
-
-
 async def report(request: web.Request, query: Query) -> web.StreamResponse:
     body = await object_of(request, "what a relay has carried")
     await _relays(request).report(request.match_info["name"], bearer_of(request), body)
-    return web.json_response({})
-
-
-async def leave(request: web.Request, query: Query) -> web.StreamResponse:
-    await _relays(request).left(request.match_info["name"], bearer_of(request))
     return web.json_response({})
 
 
@@ -121,7 +95,7 @@ ENDPOINTS = (
         path="/v1/relays",
         operation="joinRelay",
         summary="Take a relay in, by a join token for relays or its secret",
-        handler=join,
+        handler=joins(_relays, what="a relay's request to take part"),
         access="open",
         body=RelayJoinRequest,
         answers=(Answer(text="The relay's name and certificate.", shape=RelayTerms),),
@@ -132,7 +106,7 @@ ENDPOINTS = (
         path="/v1/relays/{name}/news",
         operation="followAsRelay",
         summary="What is new for a relay; waits for it. Takes the relay's secret",
-        handler=follow,
+        handler=follows(_relays),
         access="open",
         parameters=(AFTER,),
         answers=(Answer(text="Everything that there is to know now.", shape=RelayNews),),
@@ -143,7 +117,7 @@ ENDPOINTS = (
         path="/v1/relays/{name}/reach",
         operation="reachRelay",
         summary="Find out where a relay can be dialled. Takes the relay's secret",
-        handler=reach,
+        handler=reaches(_relays, what="a relay's addresses"),
         access="open",
         body=ReachRequest,
         answers=(Answer(text="Where it can.", shape=Reached),),
@@ -154,7 +128,7 @@ ENDPOINTS = (
         path="/v1/relays/{name}/certificate",
         operation="renewRelayCertificate",
         summary="A newer certificate for a relay. Takes the relay's secret",
-        handler=renew,
+        handler=renews(_relays),
         access="open",
         body=RenewRequest,
         answers=(Answer(text="The certificate.", shape=Renewed),),
@@ -176,7 +150,7 @@ ENDPOINTS = (
         path="/v1/relays/{name}/leave",
         operation="leaveAsRelay",
         summary="A relay has left: its certificate is revoked. Takes the relay's secret",
-        handler=leave,
+        handler=leaves(_relays),
         access="open",
         body=dict[str, object],
         body_required=False,
