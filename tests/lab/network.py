@@ -21,6 +21,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from mesh.net import redirect
+
 PREFIX = "gmlab"
 REGISTRY = Path("/run/gangmesh-lab")
 NETNS_ETC = Path("/etc/netns")
@@ -31,6 +35,13 @@ HEAD_NUMBER = 2
 GATE_NUMBER = 1
 NO_SUCH_MAC = "02:00:00:00:00:01"
 KILL_LIMIT_S = 10.0
+
+
+def skip_without_redirect() -> None:
+    """For tests of the mesh's gateways."""
+    lacking = redirect.why_not()
+    if lacking is not None:
+        pytest.skip(f"no redirect here: {lacking}")
 
 
 def why_not() -> str | None:

@@ -53,3 +53,16 @@ while True:
 """
 """Ranks that say in each step of which epoch they are. One that loses its peers goes back to MASTER_ADDR and tries to
 meet whoever is there now: what stale workers do, by their launcher or by themselves."""
+
+GHOST = """
+import socket, sys, time
+while True:
+    try:
+        sock = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=15)
+        sock.sendall(b"from the grave")
+        print("heard" if sock.recv(100) else "ended", flush=True)
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+    time.sleep(0.3)
+"""
+"""Dials somebody for ever: a program that an epoch before has left."""

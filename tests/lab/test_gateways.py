@@ -28,7 +28,7 @@ from tests.lab.gateways import (
     two_hosts,
     wiretap,
 )
-from tests.lab.network import call
+from tests.lab.network import call, skip_without_redirect
 from tests.net_world import DEPLOYMENT, RUN
 
 ALL_REDUCE = """
@@ -93,9 +93,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with two_hosts(tmp_path) as made:
         yield made
 

@@ -25,6 +25,8 @@ from mesh.plan import RunPlan
 from mesh.states import LauncherKind, NetworkScope, TransportPolicy
 from tests.lab.gateways import wiretap
 from tests.lab.members import LIMIT_S, RELAY, LabGang, LabMember, MeshHosts, lab_gang, mesh_hosts
+from tests.lab.network import skip_without_redirect
+from tests.lab.scripts import GHOST, OK
 from tests.net_world import DEPLOYMENT
 
 ONES = struct.pack("<f", 1.0) * 64
@@ -57,33 +59,11 @@ while True:
     if not rank:
         sock.sendall(data)
 """
-GHOST = """
-import socket, sys, time
-while True:
-    try:
-        sock = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=15)
-        sock.sendall(b"from the grave")
-        print("heard" if sock.recv(100) else "ended", flush=True)
-    except OSError as error:
-        print(type(error).__name__, flush=True)
-    time.sleep(0.3)
-"""
-ALL_REDUCE = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.ones(250_000)
-dist.all_reduce(x)
-print(f"ok world={int(x[0])} mesh={os.environ['NODUS_NODE_RANK']} rank={dist.get_rank()}", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
 @pytest.fixture(autouse=True)
 def _redirects() -> None:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
 
 
 @pytest.fixture
@@ -194,7 +174,7 @@ async def test_a_gateway_that_is_killed_in_the_middle_is_to_blame_and_the_next_e
 async def all_reduced(hosts: MeshHosts) -> list[str]:
     """The field's yardstick, by torchrun: what both ranks said."""
     script = hosts.folder / "ok.py"
-    script.write_text(ALL_REDUCE)
+    script.write_text(OK)
     async with lab_gang(hosts, plan("torchrun", str(script), launcher=LauncherKind.TORCHRUN)) as gang:
         members = await gang.epoch(1, "m0", "m1")
         for member in members:

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from mesh.net import redirect
 from tests.lab.mesh_deployment import MeshLab, mesh_lab
+from tests.lab.network import skip_without_redirect
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path_factory.mktemp("mesh"), hosts=3) as made:
         made.wall(made.hosts[2])  # nobody gets in
         for host, provider in zip(made.hosts, ("home", "home", "cave"), strict=True):

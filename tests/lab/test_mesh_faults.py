@@ -11,11 +11,10 @@ import psutil
 import pytest
 
 from agents.raylet import CHECK_WORKERS, MEMBER_WORKERS
-from mesh.net import redirect
 from tests.e2e.real_mesh import wait_until
 from tests.lab.hosts import Host
 from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
-from tests.lab.network import call
+from tests.lab.network import call, skip_without_redirect
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(300)]
 
@@ -31,9 +30,7 @@ while not (folder / "done").exists():
 
 @pytest.fixture(scope="module")
 def the_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path_factory.mktemp("mesh"), hosts=2) as made:
         hidden, open_ = made.hosts
         made.wall(hidden)

@@ -19,24 +19,14 @@ import pytest
 
 from agents.gateway_wire import Counters
 from agents.overlay_line import ask
-from mesh.net import redirect
 from tests.e2e.real_mesh import wait_until
 from tests.lab.hosts import Host
 from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
+from tests.lab.network import skip_without_redirect
+from tests.lab.scripts import GHOST
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-GHOST = """
-import socket, sys, time
-while True:
-    try:
-        sock = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=15)
-        sock.sendall(b"from the grave")
-        print("heard" if sock.recv(100) else "ended", flush=True)
-    except OSError as error:
-        print(type(error).__name__, flush=True)
-    time.sleep(0.3)
-"""
 TALK = """
 import os, socket, sys, time
 rank, at = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -67,9 +57,7 @@ else:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path_factory.mktemp("gangs"), hosts=3) as made:
         for host in made.hosts:
             made.wall(host, f"tcp dport {MESH_PORT} accept")  # a provider's firewall with a single hole

@@ -7,18 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from agents.raylet import CHECK_WORKERS, MEMBER_WORKERS
-from mesh.net import redirect
 from tests.e2e.real_mesh import wait_until
 from tests.lab.mesh_deployment import API_PORT, MESH_PORT, MeshLab, mesh_lab
+from tests.lab.network import skip_without_redirect
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path_factory.mktemp("mesh"), hosts=2) as made:
         yield made
 

@@ -11,7 +11,7 @@ import pytest
 from agents.gateway_wire import Counters
 from mesh.net import redirect
 from tests.lab.gateways import TwoHosts, two_hosts
-from tests.lab.network import call
+from tests.lab.network import call, skip_without_redirect
 from tests.net_world import DEPLOYMENT
 
 START_LIMIT_S = 20.0
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.soak
 
 @pytest.fixture
 def hosts(tmp_path: Path):  # type: ignore[no-untyped-def]
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with two_hosts(tmp_path) as made:
         yield made
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.net import redirect
 from tests.lab.mesh_deployment import MeshLab, mesh_lab
-from tests.lab.network import call
+from tests.lab.network import call, skip_without_redirect
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(240)]
 
@@ -27,9 +26,7 @@ table ip nat {
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path, hosts=1) as made:
         yield made
 

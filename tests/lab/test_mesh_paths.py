@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from mesh.net import redirect
 from tests.e2e.real_mesh import wait_until
 from tests.lab.gateways import wiretap
 from tests.lab.hosts import Host
 from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
+from tests.lab.network import skip_without_redirect
 from tests.lab.scripts import OK
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch, pytest.mark.soak, pytest.mark.timeout(600)]
@@ -32,9 +32,7 @@ ANYWHERE = ("--network", "global", "--transport", "auto")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path_factory.mktemp("paths"), hosts=5) as made:
         flat_0, flat_1, strict, cave, open_ = made.hosts
         flat = ("--label", "provider=flat", "--private-network", "rack", "--private-address")

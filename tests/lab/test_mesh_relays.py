@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from mesh.net import redirect
 from tests.e2e.real_mesh import BIN, wait_until
 from tests.lab.hosts import Host
 from tests.lab.mesh_deployment import MeshLab, mesh_lab
+from tests.lab.network import skip_without_redirect
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(600)]
 RELAY_PORT = 8472
@@ -51,9 +51,7 @@ peer.close()
 
 @pytest.fixture
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
-    if lacking is not None:
-        pytest.skip(f"no redirect here: {lacking}")
+    skip_without_redirect()
     with mesh_lab(tmp_path_factory.mktemp("relays"), hosts=3) as made:
         for host in made.hosts[:2]:
             made.wall(host)
