@@ -54,5 +54,6 @@ def machine_network(facts: MachineFacts) -> MachineNetwork | None:
     return {
         "dialable": standing.is_dialable,
         "privateNetwork": standing.private_network,
+        "privateAddress": standing.private_address,
         "publicAddress": standing.public_address,
     }

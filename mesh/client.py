@@ -182,9 +182,13 @@ class MeshClient:
             await self._http.call("POST", "/v1/runs", body=job, headers={"Idempotency-Key": key}),
         )
 
-    async def dry_run(self, job: Mapping[str, Any]) -> DryRun:
-        """What submitting this Job would come to. Creates nothing. Raises SpecError."""
-        return cast("DryRun", await self._http.call("POST", "/v1/runs", query={"dryRun": True}, body=job))
+    async def dry_run(self, job: Mapping[str, Any], *, model_size: str | None = None) -> DryRun:
+        """What submitting this Job would come to. Creates nothing. Raises SpecError.
+
+        `model_size` such as 7B: how long one all-reduce takes over ways that leave a trusted network.
+        """
+        query = {"dryRun": True, "modelSize": model_size}
+        return cast("DryRun", await self._http.call("POST", "/v1/runs", query=query, body=job))
 
     async def get_run(self, name: str) -> Run:
         """Raises NotFoundError."""

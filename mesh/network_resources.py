@@ -67,6 +67,21 @@ class NetworkReport(TypedDict):
     """Machines that could not be looked at, and why."""
 
 
+class PathEstimate(TypedDict):
+    """How a run's members would reach each other between two providers, before anything is created."""
+
+    providers: list[str]
+    """Two names, which may be the same; empty where machines say none."""
+    path: str
+    """The best that the run admits: private, public, direct or relayed."""
+    measuredOver: str | None
+    """The path that a check measured: this one, or direct for public. Null: none was, and nothing is guessed."""
+    roundTripSeconds: float | None
+    bytesPerSecond: float | None
+    allReduceSeconds: float | None
+    """Of one all-reduce between the run's members; null without `modelSize`."""
+
+
 class ProviderPath(TypedDict):
     """What is known of the ways between two providers over one path."""
 

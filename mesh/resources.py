@@ -13,6 +13,8 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from mesh.network_resources import PathEstimate
+
 
 class ProcessEnd(TypedDict):
     """How a process ended: exactly one of the two is a number."""
@@ -255,6 +257,8 @@ class MachineNetwork(TypedDict):
     dialable: bool
     """Others can dial its gateway; else they reach it by a relay."""
     privateNetwork: str | None
+    privateAddress: str | None
+    """Its address there."""
     publicAddress: str | None
     """Its owner allows clear text there."""
 
@@ -333,6 +337,8 @@ class DryRun(TypedDict):
     job: dict[str, Any]
     topology: TopologyStatus
     estimate: Estimate
+    paths: list[PathEstimate]
+    """Ways between its members that leave a trusted network."""
     warnings: list[str]
 
 

@@ -5,11 +5,12 @@ Used by the API and, without one, by the CLI.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh.net.paths import PROVIDER_LABEL, REGION_LABEL
+from mesh.network_resources import PathEstimate
 from mesh.plan import RunPlan
 from mesh.resources import DryRun, Estimate, Machine
 from mesh.spec import DeploymentFacts, Job, admit, resolve
@@ -18,6 +19,7 @@ REPLACEMENTS_PER_ASSEMBLY_MAX = 2
 """First document, "Failures and restarts": up to two replacement machines per assembly."""
 LOCAL_RATE_USD_PER_HOUR = 0.0
 UNTYPED_GPU = "GPU"
+NO_PRICE = "No machine here has a price: simulated ones cost nothing, those of your own are paid elsewhere."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def facts_for(job: Job) -> DeploymentFacts:
     return DeploymentFacts(machines=plan.nodes, gpus=gpus if plan.gpus_per_node else {})
 
 
-def dry_run_answer(prepared: Prepared) -> DryRun:
+def dry_run_answer(prepared: Prepared, *, paths: Sequence[PathEstimate] = ()) -> DryRun:
     """What a dry run shows."""
     plan = prepared.plan
     return {
@@ -77,6 +79,7 @@ def dry_run_answer(prepared: Prepared) -> DryRun:
             "worldSize": plan.nodes * plan.processes_per_node,
         },
         "estimate": estimate(plan, rate_usd_per_hour=LOCAL_RATE_USD_PER_HOUR),
+        "paths": list(paths),
         "warnings": list(prepared.warnings),
     }
 
@@ -100,5 +103,5 @@ def estimate(plan: RunPlan, *, rate_usd_per_hour: float) -> Estimate:
         "assemblyBoundUSD": rate_usd_per_hour * machines_most * bound_s / 3600,
         "assemblyBoundSeconds": bound_s,
         "assemblyTries": tries,
-        "note": "The machines are simulated ones on this host: they cost nothing." if free else "",
+        "note": NO_PRICE if free else "",
     }

@@ -16,6 +16,8 @@ from coordinator.api.routes_deployment import SELECTOR
 from coordinator.api.streams import compact_json
 from mesh.errors import ConflictError, MeshTimeoutError, NotFoundError, SpecError, TransportError
 from mesh.ids import new_run_uid
+from mesh.netcheck.estimate import MEMBERS_MIN, parse_model_size
+from mesh.path_estimates import path_estimates
 from mesh.reasons import Reason
 from mesh.resources import Attempt, DryRun, Run, Submission
 from mesh.selectors import JOB_LABEL, attempt_labels, parse_selector, run_labels
@@ -53,11 +55,16 @@ class Deleted(TypedDict):
 async def submit_run(request: web.Request, query: Query) -> web.StreamResponse:
     context = request.app[CONTEXT]
     body = await read_json(request, what="a Job")
-    facts = facts_now(context.facts, await ask(context.service.list_machines))
+    parameters = _model_size(query)
+    machines = await ask(context.service.list_machines)
+    facts = facts_now(context.facts, machines)
     # up to a megabyte of environment is validated: off the loop, so that no stream stutters
     prepared = await asyncio.to_thread(lambda: prepare(job_from_data(body, source=""), facts=facts))
     if query["dryRun"]:
-        return web.json_response(dry_run_answer(prepared))
+        nodes = max(prepared.plan.nodes, MEMBERS_MIN)
+        known = await ask(lambda: context.service.list_paths(parameters, nodes))
+        paths = path_estimates(prepared.plan, machines, known)
+        return web.json_response(dry_run_answer(prepared, paths=paths))
     request_id = _request_id(request, body)
     run = await ask(lambda: context.service.submit(prepared.job, prepared.plan.to_record(), request_id))
     return web.json_response(
@@ -65,6 +72,17 @@ async def submit_run(request: web.Request, query: Query) -> web.StreamResponse:
         status=HTTPStatus.CREATED,
         headers={"Location": f"/v1/runs/{run['metadata']['name']}"},
     )
+
+
+def _model_size(query: Query) -> float | None:
+    """Of a dry run. Raises SpecError."""
+    if query["modelSize"] is None:
+        return None
+    if not query["dryRun"]:
+        raise SpecError(
+            "modelSize is for a dry run: what an all-reduce takes is estimated there.", field="modelSize"
+        )
+    return parse_model_size(query["modelSize"])
 
 
 def _request_id(request: web.Request, body: Any) -> str:
@@ -182,6 +200,12 @@ ENDPOINTS = (
         handler=submit_run,
         parameters=(
             Parameter(name="dryRun", kind="boolean", text="Validate, resolve and estimate; create nothing."),
+            Parameter(
+                name="modelSize",
+                kind="string",
+                text="Of a dry run: parameters of a model, such as 7B. How long one all-reduce of its gradients takes "
+                "over relayed and wide-area paths, by what was measured.",
+            ),
         ),
         headers={
             IDEMPOTENCY_HEADER: "A repeated request, same key and same body, gets the first one's run.",

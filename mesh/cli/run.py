@@ -44,6 +44,7 @@ class RunOptions:
     env_files: tuple[Path, ...]
     detach: bool
     dry_run: bool
+    model_size: str | None
     output: OutputFormat
     tty_free: bool
     state: Path | None
@@ -133,6 +134,15 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show shape, cost and warnings; create nothing.")
     ] = False,
+    model_size: Annotated[
+        _Text,
+        typer.Option(
+            "--model-size",
+            metavar="PARAMETERS",
+            help="With --dry-run: how long one all-reduce of such a model takes over relayed and wide-area paths, "
+            "such as 7B.",
+        ),
+    ] = None,
     output: Annotated[
         OutputFormat,
         typer.Option("-o", "--output", help="json or yaml: the run as a document on stdout, logs on stderr."),
@@ -163,6 +173,8 @@ def run(
         "max_cost": max_cost,
         "grace_period": grace_period,
     }
+    if model_size is not None and not dry_run:
+        raise typer.BadParameter("--model-size is for an estimate: mesh run --dry-run.")
     options = RunOptions(
         command=tuple(command or ()),
         file=file,
@@ -170,6 +182,7 @@ def run(
         env_files=tuple(env_file or ()),
         detach=detach,
         dry_run=dry_run,
+        model_size=model_size,
         output=output,
         tty_free=tty_free,
         state=state,
@@ -255,15 +268,20 @@ async def _dry_run(options: RunOptions, job: Job, where: Where, terminal: Termin
     """On the deployment there is, else as if one were started for this job; nothing is created either way."""
     from mesh.cli.dry_run import print_dry_run
     from mesh.cli.job_input import as_submitted
+    from mesh.netcheck.estimate import parse_model_size
     from mesh.spec import job_from_data
     from mesh.submission import dry_run_answer, facts_for, prepare
 
     answer: DryRun
+    if options.model_size is not None:
+        parse_model_size(options.model_size)
     if where.is_running:
         async with where.connect() as client, terminal.working("Asking for an estimate"):
-            answer = await client.dry_run(as_submitted(job, local=client.is_local))
+            answer = await client.dry_run(
+                as_submitted(job, local=client.is_local), model_size=options.model_size
+            )
     else:
         embedded = job_from_data(as_submitted(job, local=True), source="")
         answer = dry_run_answer(prepare(embedded, facts=facts_for(embedded)))
-    print_dry_run(terminal, answer, options.output)
+    print_dry_run(terminal, answer, options.output, model_size=options.model_size)
     return 0

@@ -208,6 +208,20 @@ def test_a_dry_run_needs_no_deployment_and_starts_none(shell: Shell) -> None:
     assert not shell.state.exists()
 
 
+def test_the_size_of_a_model_is_for_a_dry_run(shell: Shell) -> None:
+    words = ("run", "--model-size", "7B", "--nodes", "2")
+    done = shell.mesh(*words, "--dry-run", "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert "no relayed or wide-area path between the members" in done.stdout
+    done = shell.mesh("run", "--model-size", "large", "--dry-run", "--", "true")
+    assert done.returncode != 0
+    assert "such as 7B" in done.stderr
+    done = shell.mesh(*words, "--", "true")
+    assert done.returncode != 0
+    assert "mesh run --dry-run" in done.stderr
+    assert not shell.state.exists()
+
+
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 

@@ -185,6 +185,16 @@ async def test_a_dry_run_creates_nothing(server: Server) -> None:
     assert "submit" not in server.service.calls
 
 
+async def test_the_size_of_a_model_is_for_a_dry_run_and_has_to_be_one(server: Server) -> None:
+    asked = job("r", "true", nodes=2)
+    status, body = await server.call("POST", "/v1/runs?dryRun=true&modelSize=7B", json=asked)
+    assert (status, body["paths"]) == (200, []), "the machines here stand on one trusted network"
+    for query, word in (("dryRun=true&modelSize=large", "such as 7B"), ("modelSize=7B", "dry run")):
+        status, body = await server.call("POST", f"/v1/runs?{query}", json=asked)
+        assert (status, word in json.dumps(body)) == (422, True), body
+    assert "submit" not in server.service.calls
+
+
 async def test_the_same_key_and_body_is_one_run_and_another_body_is_another(server: Server) -> None:
     unnamed = {"spec": {"command": ["script", "exit:0"]}}
     headers = {"Idempotency-Key": "k1"}

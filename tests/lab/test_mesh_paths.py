@@ -7,6 +7,7 @@ machine with a public address; so has one of `flat`.
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -127,9 +128,12 @@ def test_public_in_the_clear_and_said_so(lab: MeshLab) -> None:
     with kept_busy(lab, 1):
         run = trained(lab, *ANYWHERE)
     assert (run["status"]["path"]["transport"], hosts_of(lab, run)) == ("public", {"m1", "m4"})
-    dry = lab.cli("run", "--dry-run", "--nodes", "2", *ANYWHERE, "--", "true").stderr
+    dry = lab.cli("run", "--dry-run", "--model-size", "7B", "--nodes", "2", *ANYWHERE, "--", "true")
     for warning in ("WANBound", "PublicClearText", "RelayedLowBandwidth"):
-        assert warning in dry, dry
+        assert warning in dry.stderr, dry.stderr
+    estimated = r"public between flat and open: \S+ \S+ for 7B on 2 machines \(.*, measured as direct\)"
+    assert re.search(estimated, dry.stdout), dry.stdout
+    assert "relayed between cave and strict: never measured, so nothing is estimated" in dry.stdout
 
 
 def test_direct_is_ciphertext(lab: MeshLab) -> None:

@@ -253,6 +253,7 @@ def options(**given: Any) -> RunOptions:
         "env_files": (),
         "detach": False,
         "dry_run": False,
+        "model_size": None,
         "output": OutputFormat.TABLE,
         "tty_free": True,
         "state": None,

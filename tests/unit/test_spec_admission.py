@@ -116,7 +116,7 @@ def test_what_machines_say_of_their_networks_is_what_is_possible() -> None:
         return {
             "name": name, "address": "198.19.0.1", "labels": {"region": region}, "state": "Ready", "run": None,
             "gpus": {"type": None, "count": 0}, "waitsFor": None,
-            "network": {"dialable": dialable, "privateNetwork": None, "publicAddress": public},
+            "network": {"dialable": dialable, "privateNetwork": None, "privateAddress": None, "publicAddress": public},
         }  # fmt: skip
 
     here = machine("m1", region="eu", dialable=True, public="203.0.113.1")
