@@ -81,6 +81,39 @@ for _ in range(int(sys.argv[3])):
     assert sock.recv(1) == b"x"
 print("there and back")
 """
+CROWD = 2000
+CROWD_LIMIT_S = 200
+ANSWERER = """
+import asyncio, sys
+async def serve(reader, writer):
+    while data := await reader.readexactly(8):
+        writer.write(data[::-1])
+async def main():
+    await asyncio.start_server(serve, sys.argv[1], int(sys.argv[2]), backlog=1024)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+CROWDING = """
+import asyncio, sys
+async def ask(stream, number):
+    said = b"%08d" % number
+    stream[1].write(said)
+    assert await stream[0].readexactly(8) == said[::-1]
+async def enter(number, door):
+    async with door:
+        stream = await asyncio.open_connection(sys.argv[1], int(sys.argv[2]))
+        await ask(stream, number)
+        return stream
+async def main(size):
+    door = asyncio.Semaphore(64)
+    streams = await asyncio.gather(*(enter(number, door) for number in range(size)))
+    print("inside", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await asyncio.gather(*(ask(stream, -number) for number, stream in enumerate(streams)))
+    print("answered", flush=True)
+asyncio.run(main(int(sys.argv[3])))
+"""
 HOLD = """
 import socket, sys
 sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
@@ -160,6 +193,17 @@ def test_streams_in_full_flow_share_the_way_and_let_a_small_one_through(
     counts = json.loads(race.communicate(timeout=LIMIT_S)[0])
     assert min(counts) > max(counts) / 10, counts
     flood.kill()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(2 * CROWD_LIMIT_S)
+def test_thousands_of_streams_run_at_once_and_are_not_mixed_up(hosts: TwoHosts) -> None:
+    address = overlay(1)[0]
+    start(hosts, "m1", ANSWERER, address, PORT, says="ready")
+    crowd = start(hosts, "m0", CROWDING, address, PORT, CROWD, says="inside")
+    assert [hosts.tell(host, Counters())["streams"] for host in ("m0", "m1")] == [CROWD] * 2
+    assert crowd.communicate("\n", timeout=CROWD_LIMIT_S)[0] == "answered\n"
 
 
 def test_no_hop_of_a_stream_within_one_site_is_sent_by_timers(hosts: TwoHosts) -> None:
