@@ -22,6 +22,7 @@ T = TypeVar("T")
 async def ask_until_free(ask: Callable[[], Awaitable[T]], *, patience_s: float) -> T:
     """What the head answers. Raises what `ask` raises; IdentityInUse only when patience is over."""
     deadline = asyncio.get_running_loop().time() + patience_s
+    was_said = False
     while True:
         try:
             return await ask()
@@ -29,5 +30,7 @@ async def ask_until_free(ask: Callable[[], Awaitable[T]], *, patience_s: float) 
             late = asyncio.get_running_loop().time() > deadline
             if error.reason is not Reason.IDENTITY_IN_USE or late:
                 raise
-            _log.info("%s Asking again.", error.message)
+            if not was_said:
+                _log.info("%s Asking again, for %g s at most.", error.message, patience_s)
+                was_said = True
         await asyncio.sleep(IN_USE_AGAIN_S)

@@ -155,7 +155,7 @@ async def _transport(head: HeadUrl, secret: str, *, context: Any) -> AsyncIterat
 def cannot_reach(head: HeadUrl, error: Exception) -> TransportError:
     """What an owner of this machine can do about a head that this error keeps it from."""
     port = head.port
-    check = f"Is this the head's address, and its mesh port? It is the one of `mesh up --listen ADDRESS:{port}` there."
+    check = "Is this an address of the head's host, and the port the one of its `mesh up --listen`?"
     match error:
         case socket.gaierror():
             why, hint = error.strerror, "Is the name right, and does this machine have a resolver?"
