@@ -57,7 +57,7 @@ clean: ## remove what runs and tools left here; the environment stays
 sim: env ## a million simulated worlds, for a night; S="--seeds 100000" fewer, S="--seed 4711" one of them step by step
 	$(bin)/python -m tests.sim $(S)
 
-lab: env ## hosts as network namespaces, also the tests that take too long for every run (as root); L narrows it
+lab: env ## hosts as network namespaces, also the tests that take too long for every run (as root); L="-k direct" narrows it to the mesh's direct path
 	LAB=all $(bin)/python -m pytest tests/lab $(L)
 
 soak: env ## every test again and again with other seeds; SOAK_MINUTES=30, T narrows it

@@ -1,4 +1,8 @@
-"""One lab for the whole folder: a head, three machines and a spare host; every test leaves it as it found it."""
+"""One lab for the whole folder: a head, three machines and a spare host; every test leaves it as it found it.
+
+Its stories are told over two paths, one lab after the other: `private`, machines that joined by their addresses, and
+`direct`, machines that joined through a mesh port and reach each other by their gateways.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mesh.net import redirect
 from tests.lab.deployment import Lab, build_lab
+from tests.lab.direct_deployment import DirectLab
 from tests.lab.network import why_not
 
 HOSTS = 4
@@ -29,9 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="takes long; `make lab` runs it"))
 
 
-@pytest.fixture(scope="package")
-def the_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with build_lab(tmp_path_factory.mktemp("lab"), hosts=HOSTS, joined=JOINED) as lab:
+@pytest.fixture(scope="package", params=["private", pytest.param("direct", marks=pytest.mark.soak)])
+def the_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    kind = DirectLab if request.param == DirectLab.path else Lab
+    lacking = redirect.why_not() if kind is DirectLab else None
+    if lacking is not None:
+        pytest.skip(f"no redirect here: {lacking}")
+    with build_lab(tmp_path_factory.mktemp("lab"), hosts=HOSTS, joined=JOINED, kind=kind) as lab:
         yield lab
 
 

@@ -2,7 +2,9 @@
 
 Rules of this file:
 1. The product is started as its documents say: `python -m coordinator serve --address …`, `python -m agents join …`.
-2. A machine is known by its host's address: its name changes whenever it joins anew.
+2. A machine is known by the label that its host gives it: its name changes whenever it joins anew.
+3. What another kind of deployment does differently is in the methods under "how it is deployed", and nowhere else
+   (`direct_deployment.py`): the stories are the same over every path.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -46,6 +48,8 @@ class Beacon:
     name: str
     uid: str
     folder: Path
+    ranks_talk: bool = True
+    """Whether its ranks talk to rank 0; those of other scripts do as they like."""
 
     def finish(self) -> None:
         """Every rank ends with 0."""
@@ -61,7 +65,12 @@ class Beacon:
     def said(self, *, epoch: int, host: Host | None = None) -> list[float]:
         """When ranks of the epoch (on that host) said that they were alive, in order."""
         lines = self.lines(epoch=epoch, host=host)
-        return sorted(float(line) for line in lines if not line.startswith("stop"))
+        return sorted(float(line) for line in lines if line[0].isdigit())
+
+    def heard(self, *, epoch: int) -> set[tuple[int, int]]:
+        """Epoch and rank of everybody who has spoken to rank 0 of this epoch."""
+        said = [line.split() for line in self.lines(epoch=epoch) if line.startswith("heard ")]
+        return {(int(words[1]), int(words[2])) for words in said if len(words) == 3}
 
     def stopped_at(self, host: Host, *, epoch: int = 1) -> float:
         """When the rank on that host was told to stop."""
@@ -81,9 +90,17 @@ class Lab(RealMesh):
     _agents: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
     observer: Observer
 
-    # ---- life -------------------------------------------------------------------------------------
+    # ---- how it is deployed -----------------------------------------------------------------------
 
-    def start_head(self, *, environment: Mapping[str, str] | None = None) -> None:
+    path: ClassVar[str] = "private"
+    """How ranks reach each other here."""
+    run_options: ClassVar[tuple[str, ...]] = ()
+    """What `mesh run` has to be told so that the machines may be used together."""
+
+    def lay(self) -> None:
+        """Called once, before anything is started."""
+
+    def start_head(self) -> None:
         """Returns when it is ready."""
         reading, writing = os.pipe()
         address = self.head_host.address
@@ -102,7 +119,7 @@ class Lab(RealMesh):
             *arguments,
             "--ready-fd",
             str(writing),
-            environment={**self.environment(dict(environment or {})), "PYTHONPATH": str(ROOT)},
+            environment=self.environment({"PYTHONPATH": str(ROOT)}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(writing,),
@@ -111,12 +128,34 @@ class Lab(RealMesh):
         with os.fdopen(reading, "rb") as news:
             _until_ready(news.fileno(), self)
 
-    def stop_head(self) -> int:
-        """SIGTERM, and its exit code."""
+    def stop_head(self) -> None:
+        """SIGTERM, and it ends well."""
         assert self._head_process is not None
         if self._head_process.poll() is None:
             os.kill(self.record.pid, signal.SIGTERM)
-        return self._head_process.wait(STOP_LIMIT_S)
+        assert self._head_process.wait(STOP_LIMIT_S) == 0, self.log_tail()
+
+    def join_command(self, host: Host) -> tuple[str, ...]:
+        """What is called on this host to make it a machine, or one again."""
+        token = self.folder / "join-token"
+        token.touch(mode=0o600)
+        token.write_text(self.record.token)
+        return (
+            *(*PYTHON, "agents", "join", "--head", self.record.url, "--token-file", str(token)),
+            *("--address", host.address, "--state", str(self.folder / host.name)),
+            *("--label", f"lab={host.name}"),
+        )
+
+    def wire_port(self, host: Host, process: psutil.Process) -> int:
+        """This side's port on the host's cable of the one connection that the process has with the head."""
+        [port] = host.connected_ports(process)
+        return port
+
+    def assert_path(self, run: dict[str, Any]) -> None:
+        """Its ranks reach each other by this lab's path."""
+        assert run["status"]["path"]["transport"] == self.path, run["status"]
+
+    # ---- life -------------------------------------------------------------------------------------
 
     def join(self, *hosts: Host) -> None:
         """Starts an agent on each of these, one after the other, and waits until all are machines."""
@@ -130,21 +169,9 @@ class Lab(RealMesh):
         return self.machine_on(host) is not None or self._agents[host.name].poll() is not None
 
     def start_agent(self, host: Host) -> None:
-        token = self.folder / "join-token"
-        token.touch(mode=0o600)
-        token.write_text(self.record.token)
         with self._agent_log(host).open("ab") as log:
             self._agents[host.name] = host.start(
-                *PYTHON,
-                *("agents", "join", "--head", self.record.url, "--token-file", str(token)),
-                *(
-                    "--address",
-                    host.address,
-                    "--state",
-                    str(self.folder / host.name),
-                    "--label",
-                    f"lab={host.name}",
-                ),
+                *self.join_command(host),
                 environment=self.environment({"PYTHONPATH": str(ROOT), "LAB_HOST": host.name}),
                 stdout=log,
                 stderr=log,
@@ -196,14 +223,15 @@ class Lab(RealMesh):
     def machine_on(self, host: Host) -> str | None:
         """The name of the living machine on this host."""
         for name, machine in self.machines().items():
-            if machine["address"] == host.address and machine["state"] != "Lost":
+            if machine["labels"].get("lab") == host.name and machine["state"] != "Lost":
                 return name
         return None
 
     def host_of(self, name: str, rank: int) -> Host:
         """Where a rank of a run is now."""
         member = next(m for m in self.run(name)["status"]["ranks"] if m["rank"] == rank)
-        return next(h for h in self.hosts if h.address == member["address"])
+        on = self.machines()[member["machine"]]["labels"]["lab"]
+        return next(h for h in self.hosts if h.name == on)
 
     def is_warm(self, host: Host) -> bool:
         """Whether worker processes wait there for a member and its launcher, and for a network check before them."""
@@ -225,6 +253,14 @@ class Lab(RealMesh):
 
     # ---- runs ---
 
+    def submit(self, *arguments: str, name: str | None = None) -> str:
+        return super().submit(*self.run_options, *arguments, name=name)
+
+    def running(self, name: str) -> dict[str, Any]:
+        run = super().running(name)
+        self.assert_path(run)
+        return run
+
     def beacon(self, *options: str, text: str = BEACON, name: str | None = None) -> Beacon:
         """Submits a run whose ranks say every 10 ms that they are alive, until `finish`; or one of another script."""
         name = name or self.new_name()
@@ -232,14 +268,25 @@ class Lab(RealMesh):
         folder.mkdir()
         script = self.script(f"{name}.py", text)
         self.submit(*options, "--", "python", str(script), str(folder), name=name)
-        return Beacon(name=name, uid=self.run(name)["metadata"]["uid"], folder=folder)
+        uid = self.run(name)["metadata"]["uid"]
+        return Beacon(name=name, uid=uid, folder=folder, ranks_talk=text is BEACON)
 
     def running_beacon(self, *options: str, text: str = BEACON) -> Beacon:
         """As `beacon`; returns when every rank has said something."""
         beacon = self.beacon(*options, text=text)
-        ranks = len(self.running(beacon.name)["status"]["ranks"])
-        wait_until(lambda: len(beacon.files(epoch=1)) == ranks, "every rank to say something")
+        self.running(beacon.name)
+        self.until_all_speak(beacon, epoch=1)
         return beacon
+
+    def until_all_speak(self, beacon: Beacon, *, epoch: int, limit_s: float = 120.0) -> None:
+        """Returns when every rank of this epoch has said something, and rank 0 has heard the others."""
+        ranks = len(self.run(beacon.name)["status"]["ranks"])
+        others = {(epoch, rank) for rank in range(1, ranks)} if beacon.ranks_talk else set()
+        wait_until(
+            lambda: len(beacon.files(epoch=epoch)) == ranks and others <= beacon.heard(epoch=epoch),
+            f"every rank to say something in epoch {epoch}; it is {self.run(beacon.name)['status']['message']}",
+            limit_s=limit_s,
+        )
 
     # ---- what is seen -----------------------------------------------------------------------------
 
@@ -269,7 +316,7 @@ def _until_ready(news: int, lab: Lab) -> None:
 
 
 @contextlib.contextmanager
-def build_lab(folder: Path, *, hosts: int, joined: int | None = None) -> Iterator[Lab]:
+def build_lab(folder: Path, *, hosts: int, joined: int | None = None, kind: type[Lab] = Lab) -> Iterator[Lab]:
     """A deployment over so many hosts, the first `joined` of them machines of it. Everything is gone afterwards."""
     network = LabNetwork.build()
     head = Host(network=network, name="head", number=HEAD_NUMBER, own_processes=False)
@@ -280,7 +327,7 @@ def build_lab(folder: Path, *, hosts: int, joined: int | None = None) -> Iterato
         for host in (head, *machines):
             host.boot()
         with observing(network, folder) as observer:
-            lab = Lab(
+            lab = kind(
                 state=folder / "state",
                 work=work,
                 network=network,
@@ -289,10 +336,11 @@ def build_lab(folder: Path, *, hosts: int, joined: int | None = None) -> Iterato
                 folder=folder,
                 observer=observer,
             )
+            lab.lay()
             lab.start_head()
             lab.join(*machines[: hosts if joined is None else joined])
             yield lab
-            assert lab.stop_head() == 0, lab.log_tail()
+            lab.stop_head()
     finally:
         for host in (head, *machines):
             host.shut_down()

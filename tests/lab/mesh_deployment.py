@@ -38,7 +38,27 @@ table inet wall {{
   }}
 }}
 """
-"""Nothing comes in but answers, and what the holes let through."""
+
+
+def head_url(head: Host) -> str:
+    return f"https://{head.address}:{MESH_PORT}"
+
+
+def up_words(head: Host) -> tuple[str, ...]:
+    """What is called on the head's host."""
+    ports = ("--listen", f"0.0.0.0:{MESH_PORT}", "--api", f"{head.address}:{API_PORT}")
+    return (str(BIN / "mesh"), "up", *ports)
+
+
+def join_words(head: Host, folder: Path, host: Host) -> tuple[str, ...]:
+    """What is called on a host that is to be a machine, whose folder this is."""
+    return (str(BIN / "mesh"), "join", head_url(head), "--state", str(folder), "--label", f"lab={host.name}")
+
+
+def raise_wall(host: Host, *holes: str) -> None:
+    """Nothing comes in but answers, and what the holes let through."""
+    inside = ("ip", "netns", "exec", host.network.namespace(host.name))
+    call(*inside, "nft", "-f", "-", stdin=WALL.format(holes="\n    ".join(holes)))
 
 
 @dataclass(kw_only=True)
@@ -55,10 +75,10 @@ class MeshLab(RealMesh):
 
     @property
     def head_url(self) -> str:
-        return f"https://{self.head_host.address}:{MESH_PORT}"
+        return head_url(self.head_host)
 
     def wall(self, host: Host, *holes: str) -> None:
-        call(*self.inside(host, "nft", "-f", "-"), stdin=WALL.format(holes="\n    ".join(holes)))
+        raise_wall(host, *holes)
 
     def unwall(self, host: Host) -> None:
         call(*self.inside(host, "nft", "delete", "table", "inet", "wall"))
@@ -71,13 +91,7 @@ class MeshLab(RealMesh):
 
     def start_head(self) -> None:
         """`mesh up` on the head's host; returns when it is ready."""
-        done = self.head_host.run(
-            str(BIN / "mesh"),
-            *("up", "--listen", f"0.0.0.0:{MESH_PORT}"),
-            *("--api", f"{self.head_host.address}:{API_PORT}"),
-            environment=self.environment(),
-            limit_s=180.0,
-        )
+        done = self.head_host.run(*up_words(self.head_host), environment=self.environment(), limit_s=180.0)
         assert done.returncode == 0, done.stdout + self.log_tail()
 
     def stop_head(self) -> None:
@@ -105,9 +119,9 @@ class MeshLab(RealMesh):
         with self.agent_log(host).open("ab") as log:
             process = host.start(
                 *before,
-                str(BIN / "mesh"),
-                *("join", self.head_url, "--state", str(self.folder / (state or host.name))),
-                *("--label", f"lab={host.name}", *given, *options),
+                *join_words(self.head_host, self.folder / (state or host.name), host),
+                *given,
+                *options,
                 environment=self.environment({"LAB_HOST": host.name, **(environment or {})}),
                 stdout=log,
                 stderr=log,

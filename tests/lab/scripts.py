@@ -14,21 +14,49 @@ dist.destroy_process_group()
 """The yardstick: one all-reduce over all ranks."""
 
 BEACON = """
-import os, signal, sys, time
+import os, signal, socket, sys, threading, time
 folder, rank, epoch = sys.argv[1], os.environ["NODE_RANK"], os.environ["NODUS_GANG_EPOCH"]
 path = f"{folder}/{epoch}.{rank}.{os.environ['LAB_HOST']}"
+at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 def stop(number, frame):
     os.write(file, f"stop {time.monotonic()}\\n".encode())
     os._exit(143)
 
+def hear(sock):
+    with sock, sock.makefile() as words:
+        try:
+            os.write(file, f"heard {words.readline()}".encode())
+            for word in words:
+                pass
+        except OSError:
+            pass
+
+def listen():
+    listener = socket.create_server(("", at[1]))
+    while True:
+        sock, peer = listener.accept()
+        threading.Thread(target=hear, args=(sock,), daemon=True).start()
+
+def speak():
+    while True:
+        try:
+            with socket.create_connection(at, timeout=5) as sock:
+                while True:
+                    sock.sendall(f"{epoch} {rank}\\n".encode())
+                    time.sleep(0.05)
+        except OSError:
+            time.sleep(0.05)
+
 signal.signal(signal.SIGTERM, stop)
 file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+threading.Thread(target=speak if int(rank) else listen, daemon=True).start()
 while not os.path.exists(f"{folder}/done"):
     os.write(file, f"{time.monotonic()}\\n".encode())
     time.sleep(0.01)
 """
-"""Says every 10 ms that it is alive, where every host of the lab can see it: what a ghost would do to shared data."""
+"""Says every 10 ms that it is alive, where every host of the lab can see it: what a ghost would do to shared data. And
+says its epoch to rank 0 for as long as it lives, to whoever is rank 0 by now: what a ghost would do to its peers."""
 
 STUBBORN = """
 import os, sys, time, torch, torch.distributed as dist

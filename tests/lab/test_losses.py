@@ -28,6 +28,7 @@ def test_two_hosts_with_useless_names_are_one_world(lab: Lab) -> None:
     name = lab.submit("--nodes", "2", "--launcher", "torchrun", "--", "torchrun", str(script))
     run = lab.ended(name, limit_s=120)
     assert run["status"]["state"] == "Succeeded", run["status"]
+    lab.assert_path(run)
     for rank in (0, 1):
         assert f"ok world=2 mesh={rank} rank={rank}" in lab.printed(name, rank)
     lab.observer.wait_for_none(run["metadata"]["uid"])

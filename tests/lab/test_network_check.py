@@ -17,7 +17,12 @@ from tests.lab.deployment import Lab
 from tests.lab.hosts import Host
 from tests.lab.network import call
 
-pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.soak,
+    pytest.mark.timeout(300),
+    pytest.mark.parametrize("the_lab", ["private"], indirect=True),
+]
 
 RENDEZVOUS_PORT = 29500
 TABLE = "inet spoiled"

@@ -16,20 +16,11 @@ from tests.lab.test_head_deaths import unharmed
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
-def _at_epoch(lab: Lab, beacon: Beacon, epoch: int, *, limit_s: float = 120.0) -> None:
-    """Returns when every rank of this epoch has said something."""
-    ranks = len(lab.run(beacon.name)["status"]["ranks"])
-    wait_until(
-        lambda: len(beacon.files(epoch=epoch)) == ranks,
-        f"every rank to say something in epoch {epoch}; it is {lab.run(beacon.name)['status']['message']}",
-        limit_s=limit_s,
-    )
-
-
 def _finished(lab: Lab, beacon: Beacon, *, epoch: int) -> None:
     beacon.finish()
     run = lab.ended(beacon.name, limit_s=120)
     assert (run["status"]["state"], run["status"]["epoch"]) == ("Succeeded", epoch), run["status"]
+    lab.assert_path(run)
     lab.observer.wait_for_none(beacon.uid)
     assert [line for host in lab.hosts for line in host.rendezvous_sockets()] == []
 
@@ -51,7 +42,7 @@ def test_only_the_lost_rank_gets_another_machine(lab: Lab, rank: int, how: str) 
     beacon = lab.running_beacon("--nodes", "2")
     lost, kept = lab.host_of(beacon.name, rank), lab.host_of(beacon.name, 1 - rank)
     _lose(lost, how)
-    _at_epoch(lab, beacon, 2)
+    lab.until_all_speak(beacon, epoch=2)
     assert lab.host_of(beacon.name, 1 - rank) is kept
     assert lab.host_of(beacon.name, rank) is not lost
     assert max(beacon.said(epoch=1)) < min(beacon.said(epoch=2))
@@ -71,7 +62,7 @@ def test_a_machine_whose_agent_is_told_to_stop_lets_its_rank_save_and_move(lab: 
     assert lab.stop_agent(leaving) == 0, lab.agent_log(leaving)
     assert not lab.observer.living(beacon.uid, host=leaving)
     assert beacon.stopped_at(leaving)
-    _at_epoch(lab, beacon, 2)
+    lab.until_all_speak(beacon, epoch=2)
     assert lab.host_of(beacon.name, 0) is kept
     lab.observer.assert_one_epoch_at_a_time(beacon.uid)
     restarts = lab.run(beacon.name)["status"]["restarts"]
@@ -86,7 +77,7 @@ def test_a_host_that_thaws_in_the_middle_of_the_next_epoch_finds_every_door_clos
     beacon = lab.running_beacon("--nodes", "2")
     lost = lab.host_of(beacon.name, rank)
     lost.freeze()
-    _at_epoch(lab, beacon, 2)
+    lab.until_all_speak(beacon, epoch=2)
     assert lab.observer.living(beacon.uid, epoch=1, host=lost), "frozen, with its processes"
     lost.thaw()
     lab.observer.wait_for_none(beacon.uid, epoch=1)
@@ -133,7 +124,7 @@ def test_two_losses_in_one_recovery(lab: Lab) -> None:
     second = wait_until(lambda: _replacement(lab, beacon, first), "another host for rank 1")
     second.kill()
     epoch = wait_until(lambda: _running_epoch(lab, beacon), "an epoch that runs", limit_s=120)
-    _at_epoch(lab, beacon, epoch)
+    lab.until_all_speak(beacon, epoch=epoch)
     assert lab.host_of(beacon.name, 0) is kept
     assert lab.host_of(beacon.name, 1) not in (first, second)
     lab.observer.assert_one_epoch_at_a_time(beacon.uid)
@@ -163,7 +154,7 @@ def test_all_hosts_lost_at_once_and_back_again(lab: Lab) -> None:
         host.mend()
         host.boot()
         lab.start_agent(host)
-    _at_epoch(lab, beacon, lab.run(beacon.name)["status"]["epoch"])
+    lab.until_all_speak(beacon, epoch=lab.run(beacon.name)["status"]["epoch"])
     lab.observer.assert_one_epoch_at_a_time(beacon.uid)
     beacon.finish()
     assert lab.ended(beacon.name, limit_s=120)["status"]["state"] == "Succeeded"
@@ -180,9 +171,9 @@ def test_a_host_that_is_lost_while_the_gang_assembles_is_replaced(lab: Lab) -> N
         lost_at = time.monotonic()
         lost.power_off()
     run = lab.wait_for(beacon.name, "Running", limit_s=200)
-    assert lost.address not in {rank["address"] for rank in run["status"]["ranks"]}
+    assert lost not in {lab.host_of(beacon.name, rank) for rank in range(3)}
     epoch = run["status"]["epoch"]
-    _at_epoch(lab, beacon, epoch)
+    lab.until_all_speak(beacon, epoch=epoch)
     lab.observer.assert_together(beacon.uid, epoch=epoch, not_before=lost_at)
     assert {life.epoch for life in lab.observer.lives(beacon.uid)} == {epoch}
     _finished(lab, beacon, epoch=epoch)
@@ -198,7 +189,7 @@ def test_a_part_of_the_head_that_dies_in_the_middle_of_a_recovery(lab: Lab, acto
     [victim] = lab.head_host.processes(actor)
     victim.kill()
     epoch = wait_until(lambda: _running_epoch(lab, beacon), "an epoch that runs", limit_s=200)
-    _at_epoch(lab, beacon, epoch)
+    lab.until_all_speak(beacon, epoch=epoch)
     assert lab.host_of(beacon.name, 0) is kept
     lab.observer.assert_one_epoch_at_a_time(beacon.uid)
     _finished(lab, beacon, epoch=epoch)
