@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -111,18 +110,12 @@ def run(quick: bool) -> list[dict[str, Any]]:
     ]
     for path in ("direct", "relayed"):
         for key, what in (("out", "actor call, head to machine"), ("back", "actor call, machine to head")):
-            table.append(_beside(f"{what}, {path}", found[path][key], found["plain"][key], 1000, "ms"))
+            ours, theirs = ([took * 1000 for took in found[which][key]] for which in (path, "plain"))
+            table.append(rows.beside(f"{what}, {path}", ours, theirs, unit="ms"))
         table.append(
-            _beside(f"100 MB object, {path}", found[path]["object"], found["plain"]["object"], 1, "s")
+            rows.beside(f"100 MB object, {path}", found[path]["object"], found["plain"]["object"], unit="s")
         )
     return table
-
-
-def _beside(name: str, ours: list[float], theirs: list[float], scale: float, unit: str) -> dict[str, Any]:
-    """Told, not judged: what the mesh costs is for the reader to see."""
-    row = rows.told(name, [value * scale for value in ours], unit=unit)
-    middle = statistics.median(theirs) * scale
-    return {**row, "theirs": middle, "ratio": row["ours"] / middle}
 
 
 def _measure(lab: RealMesh, head: Host, calls: int, objects: int) -> dict[str, list[float]]:

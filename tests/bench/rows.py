@@ -45,3 +45,10 @@ def counted(name: str, found: int, *, of: int) -> dict[str, Any]:
         "name": name, "ours": found, "theirs": None, "ratio": found, "n": of, "unit": "", "target": "0",
         "ok": found == 0,
     }  # fmt: skip
+
+
+def beside(name: str, ours: Sequence[float], theirs: Sequence[float], *, unit: str) -> dict[str, Any]:
+    """Told, not judged: what it costs is for the reader to see. The ratio is of the medians."""
+    row = told(name, ours, unit=unit)
+    middle = statistics.median(theirs)
+    return {**row, "theirs": middle, "ratio": row["ours"] / middle}

@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ START_LIMIT_S = 180.0
 STOP_LIMIT_S = 90.0
 JOIN_LIMIT_S = 120.0
 PYTHON = (sys.executable, "-P", "-m")
+HOLD_LOOK_S = 0.3
+"""A worker takes longer than that to start."""
 API_PORT = 8470
 """Fixed, so that machines find a head that was started again."""
 
@@ -239,15 +242,33 @@ class Lab(RealMesh):
 
     @contextlib.contextmanager
     def held_back(self, host: Host) -> Iterator[None]:
-        """No member gets ready on this host: the worker processes that wait for one are stopped."""
+        """No member gets ready on this host: the worker processes that wait for one are stopped.
+
+        So is every one that the raylet starts in their stead meanwhile.
+        """
         wait_until(lambda: self.is_warm(host), f"{host.name} to be warm")
-        workers = host.processes("ray::IDLE")
-        for worker in workers:
-            worker.send_signal(signal.SIGSTOP)
+        stopped: set[psutil.Process] = set()
+        is_over = threading.Event()
+
+        def stop_all() -> None:
+            for worker in {*host.processes("ray::IDLE"), *host.processes("default_worker.py")} - stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.send_signal(signal.SIGSTOP)
+                    stopped.add(worker)
+
+        def go_on() -> None:
+            while not is_over.wait(HOLD_LOOK_S):
+                stop_all()
+
+        stop_all()
+        holding = threading.Thread(target=go_on, name=f"holds {host.name} back")
+        holding.start()
         try:
             yield
         finally:
-            for worker in workers:
+            is_over.set()
+            holding.join()
+            for worker in stopped:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.send_signal(signal.SIGCONT)
 
@@ -278,9 +299,14 @@ class Lab(RealMesh):
         self.until_all_speak(beacon, epoch=1)
         return beacon
 
+    def ranks_of(self, beacon: Beacon) -> int:
+        """How many there are when all are there: of a rank that waits for a machine the run does not speak."""
+        nodes: int = self.run(beacon.name)["status"]["topology"]["nodes"]
+        return nodes
+
     def until_all_speak(self, beacon: Beacon, *, epoch: int, limit_s: float = 120.0) -> None:
         """Returns when every rank of this epoch has said something, and rank 0 has heard the others."""
-        ranks = len(self.run(beacon.name)["status"]["ranks"])
+        ranks = self.ranks_of(beacon)
         others = {(epoch, rank) for rank in range(1, ranks)} if beacon.ranks_talk else set()
         wait_until(
             lambda: len(beacon.files(epoch=epoch)) == ranks and others <= beacon.heard(epoch=epoch),

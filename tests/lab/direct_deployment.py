@@ -74,10 +74,9 @@ class DirectLab(Lab):
         super().until_all_speak(beacon, epoch=epoch, limit_s=limit_s)
         if not beacon.ranks_talk:
             return
-        ranks = len(self.run(beacon.name)["status"]["ranks"])
-        first, *others = (self.host_of(beacon.name, rank) for rank in range(ranks))
+        first, *others = (self.host_of(beacon.name, rank) for rank in range(self.ranks_of(beacon)))
         for other in others:
-            between = [ends for ends in _established(other) if first.address in ends[1]]
+            between = [ends for ends in _established(other) if ends[1].startswith(f"{first.address}:")]
             assert f"{first.address}:{MESH_PORT}" in [peer for _, peer in between], between
             assert all(f":{MESH_PORT}" in "".join(ends) for ends in between), between
         assert {said for said, _ in beacon.heard(epoch=epoch)} <= {epoch}, "rank 0 has heard a ghost"

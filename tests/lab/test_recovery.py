@@ -154,7 +154,8 @@ def test_all_hosts_lost_at_once_and_back_again(lab: Lab) -> None:
         host.mend()
         host.boot()
         lab.start_agent(host)
-    lab.until_all_speak(beacon, epoch=lab.run(beacon.name)["status"]["epoch"])
+    epoch = wait_until(lambda: _running_epoch(lab, beacon), "an epoch that runs", limit_s=120)
+    lab.until_all_speak(beacon, epoch=epoch)
     lab.observer.assert_one_epoch_at_a_time(beacon.uid)
     beacon.finish()
     assert lab.ended(beacon.name, limit_s=120)["status"]["state"] == "Succeeded"
@@ -171,7 +172,7 @@ def test_a_host_that_is_lost_while_the_gang_assembles_is_replaced(lab: Lab) -> N
         lost_at = time.monotonic()
         lost.power_off()
     run = lab.wait_for(beacon.name, "Running", limit_s=200)
-    assert lost not in {lab.host_of(beacon.name, rank) for rank in range(3)}
+    assert lost not in [lab.host_of(beacon.name, rank) for rank in range(3)]
     epoch = run["status"]["epoch"]
     lab.until_all_speak(beacon, epoch=epoch)
     lab.observer.assert_together(beacon.uid, epoch=epoch, not_before=lost_at)
