@@ -76,7 +76,10 @@ class DirectLab(Lab):
             return
         first, *others = (self.host_of(beacon.name, rank) for rank in range(self.ranks_of(beacon)))
         for other in others:
-            between = [ends for ends in _established(other) if ends[1].startswith(f"{first.address}:")]
+            between = wait_until(
+                lambda other=other: [ends for ends in _established(other) if _is_at(ends[1], first)],
+                f"a connection from {other.name} to {first.name}",
+            )
             assert f"{first.address}:{MESH_PORT}" in [peer for _, peer in between], between
             assert all(f":{MESH_PORT}" in "".join(ends) for ends in between), between
         assert {said for said, _ in beacon.heard(epoch=epoch)} <= {epoch}, "rank 0 has heard a ghost"
@@ -107,6 +110,10 @@ class DirectLab(Lab):
 
         [found] = wait_until(carrying, "a connection of the gateway that carries as much as the process's")
         return int(found)
+
+
+def _is_at(end: str, host: Host) -> bool:
+    return end.rpartition(":")[0] == host.address
 
 
 def _established(host: Host) -> list[tuple[str, str]]:
