@@ -85,6 +85,7 @@ class MemberCheckpoints:
                 state_dir=self._folders.state,
                 stop=self._call_off,
                 patience_s=PATIENCE_SHARE * order.plan.startup_timeout_s,
+                tell=self._told_trouble,
             )
             _log.info("The state directory is restored: %s", self._restored.words)
 

@@ -89,12 +89,14 @@ def restore(
     store: BlobStore | None = None,
     stop: threading.Event | None = None,
     patience_s: float = STORE_PATIENCE_S,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> Restored:
     """Restores; `reference` None empties the directory.
 
     Args:
         epoch: the one that begins; names the folder of what was uncommitted.
         store: where the checkpoint is; by default the one that the reference names.
+        tell: told, once, that the store does not work and is waited for.
 
     Raises:
         CheckpointError, CheckpointStoreError, StorageError: rule 5, and a disk that is full or not ours to write.
@@ -108,6 +110,7 @@ def restore(
         store=store,
         stop=stop or threading.Event(),
         patience_s=patience_s,
+        tell=tell,
     )
     try:
         with restoring.alone():
@@ -133,6 +136,8 @@ class _Restoring:
     store: BlobStore | None
     stop: threading.Event
     patience_s: float
+    tell: Callable[[str], None]
+    has_told: bool = False
     has_failed: bool = False
     """One of the files cannot be had: what is under way for the others is of no use."""
     right: set[str] = field(default_factory=set)
@@ -282,9 +287,12 @@ class _Restoring:
             self._check_stop()
             try:
                 return call()
-            except CheckpointStoreError:
+            except CheckpointStoreError as error:
                 if left_s <= 0:
                     raise
+                if not self.has_told:
+                    self.has_told = True
+                    self.tell(f"{error} The restore waits for it.")
             self.stop.wait(min(pause_s, left_s))
             left_s -= pause_s
             pause_s = min(RETRY_MAX_S, pause_s * 2)

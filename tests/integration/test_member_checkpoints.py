@@ -21,6 +21,7 @@ from mesh.messages import (
     CheckpointOrder,
     CheckpointPartAnswered,
     CheckpointPartStored,
+    CheckpointTroubled,
     JoinOrder,
     MemberFenced,
     MemberPreparationFailed,
@@ -156,6 +157,35 @@ async def test_a_rank_begins_with_what_was_committed_and_is_told_where_it_is(
         assert f"['model.bin'] {gang.restore.uri}" in gang.output(0)
         assert (gang.state / "model.bin").read_text() == "committed"
         assert os.listdir(gang.state.parent / "uncommitted" / "1") == ["uncommitted.bin"]
+    finally:
+        await gang.close()
+
+
+async def test_a_restore_that_waits_for_its_store_says_so_and_goes_on_when_it_is_back(
+    head: Head, tmp_path: Path
+) -> None:
+    """Else a gang would stand at the barrier for minutes, and nobody knew what for."""
+    gang = SavingGang(head, tmp_path, sys.executable, "-c", SHOWS)
+    folder, away = tmp_path / "store", tmp_path / "away"
+    try:
+        part = stored_before(gang, "committed")
+        report = CheckpointPartStored(
+            incarnation=gang.incarnation(0), at=0.0, number=1, digest=part.digest, content="", steps=(), files=1,
+            size_bytes=9,
+        )  # fmt: skip
+        gang.restore = await gang.commit(report)
+        gang.is_clean_start = True
+        folder.rename(away)
+        folder.write_text("no store")
+        await gang.join()
+        told = await gang.last(0, CheckpointTroubled)
+        assert isinstance(told, CheckpointTroubled)
+        assert "The checkpoint store" in told.message and "The restore waits for it." in told.message
+        folder.unlink()
+        away.rename(folder)
+        assert (await gang.exit(0)).exit.ok
+        await until(lambda: f"['model.bin'] {gang.restore.uri}" in gang.output(0))
+        assert gang.kinds(0).count(CheckpointTroubled) == 1
     finally:
         await gang.close()
 
