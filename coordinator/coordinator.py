@@ -245,7 +245,10 @@ class Coordinator:
         ]
         for driver in holders:
             await driver.post_durably(notice)
-        return next(m for m in await self.list_machines() if m["name"] == machine)
+        for facts in await self._fleet.machines():
+            if facts.name == machine:  # also one that has gone since, and is not listed any more
+                return view.machine_resource(facts, self.used_by().get(machine))
+        raise NotFoundError(f"The machine {machine} is gone.", hint="See them all: mesh get machines")
 
     async def chaos(self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool) -> Harm:
         """See `CoordinatorService.chaos`."""
@@ -317,9 +320,8 @@ class Coordinator:
                 f"forget checkpoints of {name}",
             )
             clearing = self._in_background(self._clear_machines(driver.uid), f"clear machines of {name}")
-            await asyncio.wait(
-                [clearing], timeout=GIVE_BACK_LIMIT_S
-            )  # a machine that is just dying answers late
+            # a machine that is just dying answers late
+            await asyncio.wait([clearing], timeout=GIVE_BACK_LIMIT_S)
 
     async def _clear_machines(self, uid: RunUid) -> None:
         try:

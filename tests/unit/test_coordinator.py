@@ -306,6 +306,16 @@ async def test_a_full_disk_refuses_new_work_keeps_what_runs_and_ends_when_there_
     await bench.submit("more")
 
 
+async def test_a_machine_that_has_gone_already_may_be_wanted_back_once_more(bench: Bench) -> None:
+    """It is not listed any more, and that is what is told."""
+    for _ in range(2):
+        await bench.coordinator.reclaim("m1", 30.0, "")
+        bench.fleet.lost.add(MachineName("m1"))
+    machine = await bench.coordinator.reclaim("m1", 30.0, "")
+    assert (machine["state"], machine["run"]) == ("Lost", None)
+    assert [m["name"] for m in await bench.coordinator.list_machines()] == ["m0"]
+
+
 async def test_a_machine_that_is_wanted_back_says_what_it_waits_for_and_is_not_listed_once_it_left(
     bench: Bench,
 ) -> None:
