@@ -155,6 +155,7 @@ def test_a_damaged_row_of_the_journal_costs_its_run_and_nobody_else(tmp_path: Pa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)
 def test_a_damaged_journal_is_said_and_costs_no_run_once_it_is_put_back(tmp_path: Path) -> None:
     """The coordinator that comes back waits for it, and says so to whoever asks; the ranks run on meanwhile."""
     with real_mesh(tmp_path, "--machines", "2") as mesh:
@@ -184,6 +185,7 @@ def test_a_damaged_journal_is_said_and_costs_no_run_once_it_is_put_back(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)
 def test_a_run_that_the_journal_has_lost_is_ended_and_told(tmp_path: Path) -> None:
     """Its ranks would run for ever on machines that nobody else gets."""
     with real_mesh(tmp_path, "--machines", "2") as mesh:
