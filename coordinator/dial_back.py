@@ -39,7 +39,10 @@ METADATA = frozenset({ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_addres
 
 Address = tuple[str, int]
 Dial = Callable[[MachineName, Sequence[Address]], Awaitable[list[Address]]]
-_OVERLAY = tuple(ipaddress.ip_network(text) for text in OVERLAY)
+_NOBODY_S = tuple(
+    ipaddress.ip_network(text) for text in (*OVERLAY, "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")
+)
+"""The overlay, and IPv6 that stands for some IPv4 address (NAT64, 6to4): it could be any."""
 
 
 def may_dial(address: str, *, source: str | None, own: Sequence[str]) -> bool:
@@ -55,7 +58,7 @@ def may_dial(address: str, *, source: str | None, own: Sequence[str]) -> bool:
         return False
     if ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip.is_reserved:
         return False
-    if ip in METADATA or any(ip in network for network in _OVERLAY) or address in own:
+    if ip in METADATA or any(ip in network for network in _NOBODY_S) or address in own:
         return False
     return ip.is_global or (source is not None and not ipaddress.ip_address(source).is_global)
 
@@ -85,9 +88,9 @@ class DialBack:
         own = await asyncio.to_thread(_own_addresses)
         asked = [(host, at) for host, at in dict.fromkeys(said) if at == port]
         asked = [(host, at) for host, at in asked if may_dial(host, source=source, own=own)]
-        asked = [at for at in asked if at[0] != source][: ADDRESSES_MAX - 1]
-        if source is not None:
-            asked.append((source, port))
+        asked = asked[:ADDRESSES_MAX]
+        if source is not None and (source, port) not in asked:
+            asked = [*asked[: ADDRESSES_MAX - 1], (source, port)]
         if not asked:
             return []
         if self._waiting >= WAITING_MAX:

@@ -38,6 +38,8 @@ OUTSIDE, INSIDE = "93.184.216.34", "192.168.7.7"
         ("224.0.0.1", OUTSIDE, False),
         ("0.0.0.0", OUTSIDE, False),
         ("240.0.0.1", OUTSIDE, False),
+        ("64:ff9b::a00:1", OUTSIDE, False),  # 10.0.0.1 by NAT64
+        ("2002:a00:1::1", OUTSIDE, False),  # 10.0.0.1 by 6to4
         ("198.18.0.2", INSIDE, False),
         ("fd67:6d00::2", INSIDE, False),
         ("10.0.0.1", INSIDE, False),  # the head's own
@@ -90,3 +92,19 @@ async def test_who_asks_too_often_is_told_so_and_may_again_later(monkeypatch: py
         await desk.find(A, [], source=OUTSIDE, port=1, dial=dial)
     now = dial_back.ASKS_WITHIN_S + 1
     await desk.find(A, [], source=OUTSIDE, port=1, dial=dial)
+
+
+async def test_what_is_asked_keeps_its_order_and_the_source_is_among_it() -> None:
+    async def dial(name: MachineName, addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        return list(addresses)
+
+    async def asked(*said: str, source: str | None) -> list[str]:
+        found = await DialBack().find(A, [(host, 7) for host in said], source=source, port=7, dial=dial)
+        return [host for host, port in found if port == 7]
+
+    many = [f"8.8.8.{n}" for n in range(8)]
+    assert await asked(OUTSIDE, "8.8.8.8", source=OUTSIDE) == [OUTSIDE, "8.8.8.8"]
+    assert await asked("8.8.8.8", source=OUTSIDE) == ["8.8.8.8", OUTSIDE]
+    assert await asked(*many, source=OUTSIDE) == [*many[:3], OUTSIDE]
+    assert await asked(*many, source=None) == many[:4]
+    assert await asked(INSIDE, source=None) == []
