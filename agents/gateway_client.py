@@ -69,6 +69,8 @@ class GatewayClient:
             if not data:
                 raise ConnectionResetError("it closed the connection")
             for answer in self._parser.feed(data):
+                if not isinstance(answer, dict) or "id" not in answer:
+                    raise RemoteProtocolError("what it says is no answer")
                 if answer["id"] == number:
                     return dict(answer)
 

@@ -61,7 +61,7 @@ async def test_what_is_asked_aside_holds_up_nothing_that_is_told(tmp_path: Path)
                 asked.put_nowait(words["do"])
                 if words["do"] == "Probe":
                     await may_answer.wait()
-                writer.write(encode_frame({"ok": words["do"]}))
+                writer.write(encode_frame({"id": words["id"], "ok": words["do"]}))
         writer.close()
 
     server = await asyncio.start_unix_server(serve, plan.socket)
