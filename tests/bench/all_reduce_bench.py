@@ -88,16 +88,28 @@ def _join(lab: MeshLab, path: str) -> None:
 def _bare(lab: MeshLab, script: Path, rounds: int) -> list[float]:
     """torchrun on both hosts, as somebody starts it by hand."""
     first = lab.hosts[0]
-    out = lab.work / "bare.json"
-    ranks = [
-        host.start(
-            *(str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)),
-            *("--master-addr", first.address, "--master-port", BARE_PORT, str(script), str(rounds), str(out)),
-            environment=lab.environment({"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}),
-        )
-        for rank, host in enumerate(lab.hosts)
-    ]
-    assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0]
+    out, said = lab.work / "bare.json", lab.work / "bare.log"
+    with said.open("wb") as log:
+        ranks = [
+            host.start(
+                *(str(BIN / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)),
+                *(
+                    "--master-addr",
+                    first.address,
+                    "--master-port",
+                    BARE_PORT,
+                    str(script),
+                    str(rounds),
+                    str(out),
+                ),
+                environment=lab.environment({"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}),
+                stdout=log,
+                stderr=log,
+            )
+            for rank, host in enumerate(lab.hosts)
+        ]
+        codes = [rank.wait(LIMIT_S) for rank in ranks]
+    assert codes == [0, 0], said.read_text(errors="replace")[-3000:]
     return _taken(out)
 
 
