@@ -168,7 +168,7 @@ class World:
         return self._policy or drawn
 
     def _accept(self, gang: Gang) -> None:
-        if self.coordinator.is_up:
+        if self.coordinator.is_up and self.coordinator.gang(gang.uid) is None:  # else one that came back has read of it
             self.coordinator.submit(gang)
 
     # ---- time -------------------------------------------------------------------------------------
