@@ -168,7 +168,8 @@ class World:
         return self._policy or drawn
 
     def _accept(self, gang: Gang) -> None:
-        if self.coordinator.is_up and self.coordinator.gang(gang.uid) is None:  # else one that came back has read of it
+        has_read_of_it = self.coordinator.gang(gang.uid) is not None  # it came back meanwhile
+        if self.coordinator.is_up and not has_read_of_it:
             self.coordinator.submit(gang)
 
     # ---- time -------------------------------------------------------------------------------------
