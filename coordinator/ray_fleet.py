@@ -365,7 +365,7 @@ def _facts(node: Mapping[str, Any], *, is_cordoned: bool = False) -> MachineFact
 
 
 def _worker_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[WorkerNode]:
-    """The living machines, and the head, whose spare is the next coordinator or store."""
+    """The living machines, and the head, whose spares are the next coordinator and the next store."""
     for node in nodes:
         raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
         if node["Alive"] and MACHINE_LABEL in node.get("Labels", {}):

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
-HEAD_SPARES = 1
+HEAD_SPARES = 2
+"""A coordinator and a store that die together: a store that starts cold on a busy head may outlast a lease."""
 MAKE_UP_S = 8.0
 COME_UP_S = 60.0
 """From asking for workers until those that are not there then are taken for lost: Ray gives up on one after as long."""
