@@ -179,6 +179,7 @@ def test_a_damaged_journal_is_said_and_costs_no_run_once_it_is_put_back(tmp_path
         (mesh.state / "journal.db-shm").unlink(missing_ok=True)
         for file in ("journal.db-wal", "journal.db"):  # it looks again and again: last what makes it one
             os.replace(kept / file, mesh.state / file)
+        wait_until(lambda: not said(), "it to be read again")
         gate.touch()
         done = mesh.ended(name)
         assert (done["status"]["state"], done["status"]["epoch"]) == ("Succeeded", 1)
