@@ -232,9 +232,13 @@ class Lab(RealMesh):
 
     def host_of(self, name: str, rank: int) -> Host:
         """Where a rank of a run is now."""
-        member = next(m for m in self.run(name)["status"]["ranks"] if m["rank"] == rank)
-        on = self.machines()[member["machine"]]["labels"]["lab"]
-        return next(h for h in self.hosts if h.name == on)
+        return self.hosts_of(name)[rank]
+
+    def hosts_of(self, name: str) -> dict[int, Host]:
+        """Where each rank of a run is now: of those that have a machine."""
+        members, machines = self.run(name)["status"]["ranks"], self.machines()
+        hosts = {host.name: host for host in self.hosts}
+        return {m["rank"]: hosts[machines[m["machine"]]["labels"]["lab"]] for m in members}
 
     def is_warm(self, host: Host) -> bool:
         """Whether worker processes wait there for a member and its launcher, and for a network check before them."""
