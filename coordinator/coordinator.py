@@ -373,7 +373,8 @@ class Coordinator:
             if rows or left_s <= 0 or self._is_stopping:
                 return [view.event_resource(row) for row in rows]
             try:
-                await asyncio.wait_for(news.wait(), timeout=left_s)
+                async with asyncio.timeout(left_s):
+                    await news.wait()
             except TimeoutError:
                 return []
 
@@ -425,11 +426,9 @@ class Coordinator:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return
-            news = self._news
-            try:
-                await asyncio.wait_for(news.wait(), timeout=min(left_s, 0.5))
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, 0.5)):
+                    await self._news.wait()
 
     # ---- what members and the store say -----------------------------------------------------------
 

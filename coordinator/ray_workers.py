@@ -91,7 +91,9 @@ class WorkerKeeper:
             due_s = self._spares.next_due_s(busy=self._looks)
             wait_s = None if due_s is None else max(0.0, due_s - time.monotonic())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                # `asyncio.wait_for` of Python 3.11 swallows a cancellation that comes with what it waits for.
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
 
     def _looked(self, node_id: str, look: asyncio.Task[None]) -> None:
         del self._looks[node_id]

@@ -44,6 +44,7 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.root
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_full_disks_cost_output_and_new_work_but_no_running_gang(tmp_path: Path) -> None:
     """Case 49, end to end: first under a rank's log spool, then under the journal."""

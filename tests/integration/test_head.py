@@ -242,7 +242,7 @@ def test_a_lost_machine_is_replaced_under_a_new_name_and_more_come_when_asked(
     assert _names(running) == ["local-1", "local-3", "local-4"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_machine_that_ray_holds_for_dead_is_ended_and_replaced(deployment: StartDeployment) -> None:
     running = deployment(machines=1, module=STAND_IN)
@@ -282,7 +282,7 @@ def test_the_end_of_the_terminal_is_not_the_end_of_the_deployment(calm: RunningD
     assert _names(calm) == ["local-1"]
 
 
-@pytest.mark.parametrize("part", ["gcs_server", "--head"])
+@pytest.mark.parametrize("part", ["gcs_server", pytest.param("--head", marks=pytest.mark.long)])
 def test_a_deployment_whose_ray_is_lost_begins_again_in_the_same_place(
     deployment: StartDeployment, part: str
 ) -> None:

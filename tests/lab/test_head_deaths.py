@@ -29,9 +29,8 @@ def unharmed(lab: Lab, beacon: Beacon) -> None:
     assert len(lab.observer.lives(beacon.uid)) == len(lives)
 
 
-@pytest.mark.parametrize(
-    "actor", [pytest.param("ray::CoordinatorActor", marks=pytest.mark.soak), "ray::RendezvousStore"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("actor", ["ray::CoordinatorActor", "ray::RendezvousStore"])
 def test_a_killed_part_of_the_head_comes_back_and_no_rank_notices(lab: Lab, actor: str) -> None:
     beacon = lab.running_beacon("--nodes", "3")
     [victim] = lab.head_host.processes(actor)

@@ -19,6 +19,7 @@ FINAL = ("--max-attempts", "0")
 
 
 @pytest.mark.torch
+@pytest.mark.soak
 def test_two_hosts_with_useless_names_are_one_world(lab: Lab) -> None:
     """Cases 1 and 2: no host knows its own name, or knows it as 127.0.1.1."""
     names = ["127.0.0.1 localhost\n", "127.0.0.1 localhost\n127.0.1.1 {}\n"]

@@ -25,7 +25,7 @@ from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
 from tests.lab.network import skip_without_redirect
 from tests.lab.scripts import GHOST
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(400)]
 
 TALK = """
 import os, socket, sys, time
@@ -83,7 +83,6 @@ def refused_in(lab: MeshLab, host: Host) -> dict[str, int]:
     return dict(counters["refused_in"])
 
 
-@pytest.mark.soak
 def test_a_gateway_that_is_killed_in_the_middle_costs_an_epoch_and_is_back_by_itself(lab: MeshLab) -> None:
     """Leases go through it as well: one that takes longer than a lease to be back costs the rank its machine."""
     done = lab.work / "done with the gateway"

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 
+import pytest
 import pytest_asyncio
 
 from coordinator.ray_workers import NoAnswerError, WorkerKeeper
@@ -93,3 +94,15 @@ async def test_closed_it_asks_nobody(raylets: PlayedRaylets) -> None:
     keeper.seen(nodes("a"))
     await keeper.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_it_is_closed_however_lately_something_has_changed(raylets: PlayedRaylets, turns: int) -> None:
+    keeper = WorkerKeeper(raylets)
+    keeper.seen(nodes("a"))
+    await until(lambda: raylets.waiting["a"] == 2 and not keeper._looks)
+    keeper.seen(nodes("a"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(LIMIT_S):
+        await keeper.close()
