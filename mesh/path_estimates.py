@@ -3,8 +3,8 @@
 Rules of this file:
 1. Two machines are asked about by the path that they would have in the run: the best that its spec admits.
 2. Told is what leaves a trusted network: every path but `private`, and that one too between two places.
-3. A figure is what a check has measured between the two providers over that path, else there is none. `public` is
-   measured through the gateways, as `direct`: the same wire with encryption on it, so that in the clear is no slower.
+3. A figure is what a check has measured between the two providers over that path, else there is none. For `public`,
+   `direct` is good enough: the same wire with encryption on it, so that in the clear is no slower.
 4. Bounded: of very many kinds of machines the most frequent ones are asked about.
 """
 

@@ -131,7 +131,7 @@ def test_public_in_the_clear_and_said_so(lab: MeshLab) -> None:
     dry = lab.cli("run", "--dry-run", "--model-size", "7B", "--nodes", "2", *ANYWHERE, "--", "true")
     for warning in ("WANBound", "PublicClearText", "RelayedLowBandwidth"):
         assert warning in dry.stderr, dry.stderr
-    estimated = r"public between flat and open: \S+ \S+ for 7B on 2 machines \(.*, measured as direct\)"
+    estimated = r"public between flat and open: \S+ \S+ for 7B on 2 machines \(.*, round trip .*\)"
     assert re.search(estimated, dry.stdout), dry.stdout
     assert "relayed between cave and strict: never measured, so nothing is estimated" in dry.stdout
 
