@@ -20,7 +20,7 @@ def answer_errors() -> Iterator[None]:
     """Raises RemoteProtocolError for what reading an answer raises that lacks something, or has something else."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise RemoteProtocolError(f"The head's answer is none: {error!r}.") from error
 
 
