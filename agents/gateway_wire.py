@@ -212,7 +212,7 @@ def from_wire(words: Any) -> Request:
     """Raises RemoteProtocolError."""
     try:
         request: Request = _READERS[words["do"]](words)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise RemoteProtocolError(f"This is no request to a gateway: {error!r}.") from error
     return request
 

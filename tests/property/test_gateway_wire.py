@@ -97,3 +97,8 @@ def test_wrong_fields_are_a_protocol_error_and_no_other(do: str, fields: dict[st
         from_wire(words)
     except RemoteProtocolError:
         return
+
+
+def test_a_number_without_end_is_a_protocol_error() -> None:
+    with pytest.raises(RemoteProtocolError):
+        from_wire({"do": "Fence", "run": RUN, "floor": float("inf")})
