@@ -43,6 +43,7 @@ def test_a_deaf_rank_is_killed_after_its_grace_and_a_second_cancel_changes_nothi
     assert mesh.cli("cancel", name).returncode == 0, "a third one, after the end"
 
 
+@pytest.mark.long
 def test_a_silent_hang_is_seen_by_the_age_of_the_last_output_and_can_be_stopped(mesh: RealMesh) -> None:
     """Case 25: both ranks live, and nothing happens."""
     name = started(mesh, "--", "sh", "-c", "echo ready; exec sleep 1000000")

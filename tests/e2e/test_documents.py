@@ -65,6 +65,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_blogs_ddp_pattern_splits_the_data_and_keeps_the_copies_alike(mesh: RealMesh) -> None:
     """As its sketch has it, on gloo and without the lines about CUDA; it ends without a barrier, too."""

@@ -71,6 +71,7 @@ def _files_outside(running: RunningDeployment) -> set[Path]:
     return {p for p in written | named if not p.is_relative_to(running.state) and p.exists()}
 
 
+@pytest.mark.long
 def test_it_starts_serves_and_leaves_nothing_twice_over_the_second_time_from_another_folder(
     deployment: StartDeployment,
 ) -> None:
