@@ -74,5 +74,9 @@ class GatewayClient:
                 if answer["id"] == number:
                     return dict(answer)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._writer.is_closing()
+
     def close(self) -> None:
         self._writer.close()

@@ -102,8 +102,8 @@ class GatewayKeeper:
     async def start(self) -> list[tuple[str, int]]:
         """Returns when it accepts; where. Raises DeploymentError with what it said, MeshTimeoutError."""
         self.plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._client = await self._begin()
-        counters = await self._client.ask(Counters())
+        client = await self._begin()
+        counters = await client.ask(Counters())
         self._is_up.set()
         self._keeping = asyncio.create_task(self._keep(), name="gateway")
         return [(str(host), int(port)) for host, port in counters["addresses"]]
@@ -184,14 +184,15 @@ class GatewayKeeper:
                     await self._child.stop(grace_s=0.0)
                     await asyncio.sleep(pause_s)
                     pause_s = min(AGAIN_MAX_S, pause_s * 2)
-            self._client = client
             self.restarts += 1
             self._is_up.set()
             self._on_again()
 
     async def _begin(self) -> GatewayClient:
+        """The client of a new process, kept from here on: whatever comes next, it is closed."""
         if self._client is not None:
             self._client.close()
+            self._client = None
         child = self._child = spawn(
             f"gateway of {self.plan.machine}",
             self.plan.command(),
@@ -208,9 +209,11 @@ class GatewayKeeper:
                 )
             if self.plan.socket.exists():
                 try:
-                    return await GatewayClient.connect(self.plan.socket)
+                    self._client = await GatewayClient.connect(self.plan.socket)
                 except TransportError:  # of the last one, which was killed
                     pass
+                else:
+                    return self._client
             await asyncio.sleep(START_LOOK_S)
         await child.stop(grace_s=0.0)
         raise MeshTimeoutError("Waited for the gateway to start, in vain.", timeout_s=START_LIMIT_S)
