@@ -160,7 +160,11 @@ def cannot_reach(head: HeadUrl, error: Exception) -> TransportError:
         case socket.gaierror():
             why, hint = error.strerror, "Is the name right, and does this machine have a resolver?"
         case ssl.SSLCertVerificationError():
-            why, hint = f"what answers there has another certificate ({error.strerror})", check
+            why = f"what answers there has another certificate ({error.strerror})"
+            hint = (
+                f"{check} If its authority was rotated since this machine was there last, or since the token was "
+                "made: join with a new token (`mesh token create`)."
+            )
         case ssl.SSLError():
             why, hint = f"what answers there is no mesh port ({error.strerror})", check
         case ConnectionRefusedError():

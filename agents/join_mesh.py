@@ -79,6 +79,8 @@ class MeshWay:
         self._life: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._over: asyncio.Future[str] | None = None
+        self._renew_now = asyncio.Event()
+        """Others are to be trusted: another authority may sign."""
         self._head_at: tuple[tuple[str, int], ...] | None = None
         """Where the head was found last."""
         (state.path / LEAVING_NAME).unlink(missing_ok=True)  # of an agent that was killed meanwhile
@@ -257,13 +259,17 @@ class MeshWay:
             life.bundle_pem = news.bundle_pem
             await asyncio.to_thread(self._asking.keep, life)
             await self._tell_identity(life, gateway)
+            self._renew_now.set()
         await self._tell_news(gateway, news)
         life.version = news.version
         return True
 
     async def _renew(self, life: Membership, gateway: GatewayKeeper) -> None:
         while True:
-            await asyncio.sleep(RENEW_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_EVERY_S):
+                    await self._renew_now.wait()
+            self._renew_now.clear()
             key = new_key_pem()
             try:
                 async with self._api(life) as api:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import signal
@@ -106,6 +107,8 @@ class RelayAgent:
         self._failures: Counter[str] = Counter()
         """Since it went well last."""
         self._keeping = asyncio.Lock()
+        self._renew_now = asyncio.Event()
+        """Others are to be trusted: another authority may sign."""
 
     def stop(self) -> None:
         self._stop.set()
@@ -282,11 +285,16 @@ class RelayAgent:
         if self._relay is not None:  # at once, also where the disk does not take it
             self._relay.revoke(_revocations(news.revoked))
         await self._keep(revoked=news.revoked, bundle=news.bundle)
+        if news.bundle != known.bundle:
+            self._renew_now.set()
 
     async def _renew(self) -> None:
         while True:
             ends_at = read_certificate(self._present().certificate.encode()).not_after
-            await asyncio.sleep(max(RENEW_AGAIN_S, ends_at - RENEW_BEFORE_S - wall_clock()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(RENEW_AGAIN_S, ends_at - RENEW_BEFORE_S - wall_clock())):
+                    await self._renew_now.wait()
+            self._renew_now.clear()
             key, known = new_key_pem(), self._present()
             try:
                 async with self._api(known) as api:

@@ -95,6 +95,25 @@ class MeshAuthority:
         """A member's certificate (PEM). Raises AuthenticationError, ValueError for another deployment's member."""
         return self._current()[0].signing.sign(request_pem, member, now=wall_clock())
 
+    def rotation(self) -> Rotation:
+        """Who signs, who will and who did."""
+        return self._current()[0]
+
+    def introduce(self, *, overlap_s: float) -> None:
+        """Makes the next authority, for everybody to trust. Raises ConflictError, DeploymentError, OSError."""
+        rotation, deployment = self._current()
+        now = wall_clock()
+        authority = new_authority(deployment, now=now)
+        self._turn(rotation.introduce(authority, promote_at=now + overlap_s), deployment)
+
+    def advance(self, *, have_all_heard: bool) -> bool:
+        """Makes the step that is due; False when none is. Raises DeploymentError, OSError."""
+        rotation, deployment = self._current()
+        turned = rotation.advanced(now=wall_clock(), have_all_heard=have_all_heard)
+        if turned is not rotation:
+            self._turn(turned, deployment)
+        return turned is not rotation
+
     def machine_credentials(self, machine: MachineName) -> Credentials:
         """For a machine whose key is made here: the head's own gateway."""
         key = new_key_pem()
@@ -107,6 +126,10 @@ class MeshAuthority:
         signing = self._current()[0].signing
         certificate = signing.sign_api(signing_request(key), API_NAME, now=wall_clock())
         return Credentials(certificate_pem=certificate, key_pem=key, bundle_pem=self.bundle_pem())
+
+    def _turn(self, rotation: Rotation, deployment: str) -> None:
+        write_private(self._path, _to_json(deployment, rotation))
+        write_private(self._path.with_name(BUNDLE_NAME), rotation.bundle_pem().decode())
 
     def _current(self) -> tuple[Rotation, str]:
         try:
@@ -136,6 +159,7 @@ def _to_json(deployment: str, rotation: Rotation) -> str:
             "signing": out(rotation.signing),
             "next": out(rotation.next),
             "old": out(rotation.old),
+            "promote_at": rotation.promote_at,
             "promoted_at": rotation.promoted_at,
         }
     )
@@ -161,6 +185,7 @@ def _from_json(text: str) -> tuple[Rotation, str]:
         signing=signing,
         next=read(data["next"]),
         old=read(data["old"]),
+        promote_at=float(data.get("promote_at", 0.0)),  # an authority of before it could be rotated has none
         promoted_at=float(data["promoted_at"]),
     )
     return rotation, deployment

@@ -33,7 +33,7 @@ class MeshBooks:
     """Raises DeploymentError, StorageError."""
 
     def __init__(self, state_path: Path) -> None:
-        self._path = state_path
+        self.path = state_path
         self.machines = MeshMachines()
         self.tokens = TokenBook()
         self.relays = MeshRelays()
@@ -55,17 +55,17 @@ class MeshBooks:
                 self.ledger = RelayLedger.from_json(json.loads(ledger))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DeploymentError(
-                f"What is known of the mesh's machines in {self._path} is damaged: {error!r}.",
+                f"What is known of the mesh's machines in {self.path} is damaged: {error!r}.",
                 hint=f"Put copies of {', '.join(NAMES)} back, or remove them: then machines and relays have to "
                 "join with a new token.",
                 reason=Reason.UNREADABLE,
-                path=str(self._path),
+                path=str(self.path),
             ) from error
 
     async def save(self, name: str) -> None:
         """The book of this name, as it is now; on disk when it returns."""
-        with state_errors(self._path):
-            await self._writer.write(self._path / name, self._text_of_now(name))
+        with state_errors(self.path):
+            await self._writer.write(self.path / name, self._text_of_now(name))
 
     def _text_of_now(self, name: str) -> Callable[[], str]:
         """Makes the text of the book as it is at this moment, later and in another thread: entries are frozen."""
@@ -78,8 +78,8 @@ class MeshBooks:
         return lambda: json.dumps(book.to_json())
 
     def _read(self, name: str) -> str | None:
-        with state_errors(self._path):
+        with state_errors(self.path):
             try:
-                return (self._path / name).read_text(encoding="utf-8")
+                return (self.path / name).read_text(encoding="utf-8")
             except FileNotFoundError:
                 return None

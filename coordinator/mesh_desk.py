@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from coordinator.api.mesh_service import JoinedTerms, MeshNews
+from coordinator.authority_rotation import AuthorityRotation
 from coordinator.dial_back import DialBack
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MACHINES_NAME, TOKENS_NAME, MeshBooks
@@ -96,7 +97,11 @@ class MeshDesk:
         self._authority = authority
         self._around = around
         self._newsroom = MeshNewsroom(
-            changes=lambda: books.machines.version + self.relays.changes, on_change=on_change
+            changes=lambda: books.machines.version + self.relays.changes + self.rotation.changes,
+            on_change=on_change,
+        )
+        self.rotation = AuthorityRotation(
+            authority=authority, newsroom=self._newsroom, present=self._present, state_path=books.path
         )
         self._dial_back = DialBack()
         self.relays = RelayDesk(
@@ -289,6 +294,9 @@ class MeshDesk:
         return [*self._books.machines.revoked(), *self._books.relays.revoked()]
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _present(self) -> list[MachineName]:
+        return [*self._books.machines.present(), *self._books.relays.present()]
 
     async def _check(self, name: str, secret: str) -> MeshMachine:
         known = self._books.machines.machines.get(MachineName(name))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ JOIN_LIMIT_S = 90.0
 """From being told its name until a machine is known to Ray."""
 LOOK_S = 2.0
 RENEW_EVERY_S = 12 * 3600.0
+CERTIFICATES_AGAIN_S = 60.0
+"""After what failed."""
 LAST_REPORT_LIMIT_S = 3.0
 GATEWAY_FOLDER = "g"
 
@@ -249,11 +252,21 @@ class MeshHead:
             self._take_report = TakeReport(life=report.life, delivered=report.number)
 
     async def _keep_certificates(self) -> None:
+        """Rule 3; at once, too, when others are to be trusted."""
+        renewed_at, trusted = time.monotonic(), self._authority.bundle_pem()
         while True:
-            await asyncio.sleep(RENEW_EVERY_S)
+            await asyncio.sleep(LOOK_S)
             try:
-                own, api = self._authority.machine_credentials(HEAD), self._authority.api_credentials()
-                await self._gateway.tell(SetIdentity(credentials=own))
-                await self._gateway.tell(SetApi(credentials=api, target=self._api))
+                await self.desk.rotation.advance()
+                now_trusted = self._authority.bundle_pem()
+                if now_trusted != trusted or time.monotonic() - renewed_at >= RENEW_EVERY_S:
+                    await self._tell_certificates()
+                    renewed_at, trusted = time.monotonic(), now_trusted
             except MeshError as error:  # there are more such periods in a certificate's life
                 _log.error("the gateway did not get new certificates: %s", error)
+                await asyncio.sleep(CERTIFICATES_AGAIN_S)
+
+    async def _tell_certificates(self) -> None:
+        await self._gateway.tell(SetIdentity(credentials=self._authority.machine_credentials(HEAD)))
+        api = self._authority.api_credentials()
+        await self._gateway.tell(SetApi(credentials=api, target=self._api))

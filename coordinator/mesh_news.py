@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from mesh.ids import MachineName
 
@@ -34,10 +34,22 @@ class MeshNewsroom:
         self._life = secrets.token_hex(4)
         self._changed = asyncio.Event()
         self._following: Counter[MachineName] = Counter()
+        self._heard: dict[MachineName, int] = {}
+        """The number of the news that each has heard last, in this life."""
 
     def version(self) -> str:
         """Of everything that could be told now."""
-        return f"{self._life}.{self._changes()}"
+        return f"{self._life}.{self.number()}"
+
+    def number(self) -> int:
+        """Of the news that could be told now; only rises in a life of the head."""
+        return self._changes()
+
+    def lacking(self, names: Iterable[MachineName], number: int) -> set[MachineName]:
+        """Those that have not asked for more after they heard this news or later ones. Forgets who is not named."""
+        wanted = set(names)
+        self._heard = {name: heard for name, heard in self._heard.items() if name in wanted}
+        return {name for name in wanted if self._heard.get(name, -1) < number}
 
     def tell(self) -> None:
         """Something has changed."""
@@ -51,6 +63,9 @@ class MeshNewsroom:
 
     async def until_new(self, name: MachineName, after: str, *, is_gone: Callable[[], bool]) -> None:
         """Returns when the version is another one, when who asked has gone, or after a while."""
+        life, _, number = after.partition(".")
+        if life == self._life and number.isascii() and number.isdecimal():
+            self._heard[name] = min(int(number), self.number())
         with self._followed(name):
             deadline = asyncio.get_running_loop().time() + FOLLOW_LIMIT_S
             while self.version() == after and not is_gone():

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         NewJoinToken,
         RelayedBytes,
         RelayFacts,
+        RotationFacts,
         Run,
         Submission,
         VersionInfo,
@@ -302,6 +303,18 @@ class MeshClient:
         """Nobody joins with it any more. Raises NotFoundError, ConflictError when somebody has."""
         reply = await self._http.call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return cast("JoinTokenFacts", reply)
+
+    async def authority(self) -> RotationFacts:
+        """Whom the machines of the mesh trust. Raises DeploymentError where there is no mesh port."""
+        return cast("RotationFacts", await self._http.call("GET", "/v1/authority/rotation"))
+
+    async def rotate_authority(self, *, overlap_s: float | None = None) -> RotationFacts:
+        """Begins to replace the certificate authority; it signs after the overlap, 7 days when nothing is said.
+
+        Raises SpecError; ConflictError while a rotation is under way; DeploymentError where there is no mesh port.
+        """
+        body = {} if overlap_s is None else {"overlapSeconds": overlap_s}
+        return cast("RotationFacts", await self._http.call("POST", "/v1/authority/rotation", body=body))
 
     # -- relays ----------------------------------------------------------------------------------------------
 

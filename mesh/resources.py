@@ -394,6 +394,28 @@ class NewJoinToken(TypedDict):
     facts: JoinTokenFacts
 
 
+class AuthorityFacts(TypedDict):
+    """A certificate authority of a deployment. Times are seconds since 1970."""
+
+    fingerprint: str
+    """SHA-256 of its certificate, hexadecimal: what join tokens carry."""
+    endsAt: float
+
+
+class RotationFacts(TypedDict):
+    """Whom the machines of a deployment trust. Times are seconds since 1970."""
+
+    signing: AuthorityFacts
+    next: AuthorityFacts | None
+    """Trusted already; signs from signsAt on, when waitsFor is empty."""
+    old: AuthorityFacts | None
+    """Signs no more; trusted until forgottenAt."""
+    signsAt: float | None
+    forgottenAt: float | None
+    waitsFor: list[str]
+    """Machines and relays that do not trust the next one yet."""
+
+
 class RelayFacts(TypedDict):
     """A relay of the deployment. Times are seconds since 1970."""
 

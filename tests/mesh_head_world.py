@@ -43,6 +43,7 @@ class HeadWorld:
     cluster_id: str = "cluster-1"
     number: int = 0
     port: int = 0
+    api: tuple[str, int] = ("", 0)
     desk: MeshDesk = field(init=False)
 
     @property
@@ -64,6 +65,11 @@ class HeadWorld:
             **settings,
         }
         return MeshWay(MeshJoinSettings(**chosen), state)
+
+    def use_certificates(self) -> None:
+        """As the authority signs them now."""
+        self.gateway.set_identity(self.authority.machine_credentials(HEAD))
+        self.gateway.set_api(ApiFront(credentials=self.authority.api_credentials(), target=self.api))
 
     # ---- what the desk needs ----------------------------------------------------------------------
 
@@ -114,9 +120,8 @@ async def head_world(state: Path, *, mesh_port: int = 0) -> AsyncIterator[HeadWo
     runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    gateway.set_identity(authority.machine_credentials(HEAD))
-    gateway.set_api(ApiFront(credentials=authority.api_credentials(), target=(host, port)))
+    world.api = runner.addresses[0][:2]
+    world.use_certificates()
     gateway.carry_relay(RelayLimits())
     gateway.start(listen_on=(("127.0.0.1", mesh_port),), capture_port=None)
     world.port = gateway.addresses[0][1]

@@ -8,7 +8,7 @@ from typing import Any, NotRequired, Protocol
 from typing_extensions import TypedDict
 
 from coordinator.api.relay_service import RelayService
-from mesh.resources import JoinTokenFacts
+from mesh.resources import JoinTokenFacts, RotationFacts
 
 
 class TrustFacts(TypedDict):
@@ -33,6 +33,13 @@ class TokenRequest(TypedDict):
     """900 when left out, a day at most."""
     relay: NotRequired[bool]
     """It starts a relay; otherwise a machine joins with it."""
+
+
+class RotationRequest(TypedDict):
+    """How long the next authority is trusted before it signs."""
+
+    overlapSeconds: NotRequired[float]
+    """604800 (7 days) when left out; 43200 (12 hours) at least, 2592000 (30 days) at most."""
 
 
 class KnownMachine(TypedDict):
@@ -124,11 +131,20 @@ class Renewed(TypedDict):
     certificate: str
 
 
+class RotationService(Protocol):
+    """See coordinator/authority_rotation.py."""
+
+    def facts(self) -> RotationFacts: ...
+    async def begin(self, overlap_s: float | None) -> RotationFacts: ...
+
+
 class MeshService(Protocol):
     """The head's desk for machines; see coordinator/mesh_desk.py."""
 
     @property
     def relays(self) -> RelayService: ...
+    @property
+    def rotation(self) -> RotationService: ...
     def trust(self) -> dict[str, Any]: ...
     async def create_token(
         self, ttl_s: float | None, *, for_relay: bool = False

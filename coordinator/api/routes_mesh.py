@@ -7,7 +7,9 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 
@@ -22,6 +24,7 @@ from coordinator.api.mesh_service import (
     ReachRequest,
     Renewed,
     RenewRequest,
+    RotationRequest,
     TokenRequest,
     TrustFacts,
 )
@@ -38,19 +41,27 @@ from coordinator.api.routes_joined import (
     renews,
 )
 from mesh.errors import SpecError
-from mesh.resources import JoinTokenFacts, Machine, NewJoinToken
+from mesh.resources import JoinTokenFacts, Machine, NewJoinToken, RotationFacts
 
 
 async def get_authority(request: web.Request, query: Query) -> web.StreamResponse:
     return web.json_response(mesh_of(request).trust())
 
 
+async def get_rotation(request: web.Request, query: Query) -> web.StreamResponse:
+    return web.json_response(mesh_of(request).rotation.facts())
+
+
+async def begin_rotation(request: web.Request, query: Query) -> web.StreamResponse:
+    body = await object_of(request, "how long the overlap is") if await request.read() else {}
+    facts = await mesh_of(request).rotation.begin(_seconds(body, "overlapSeconds"))
+    return web.json_response(facts, status=HTTPStatus.ACCEPTED)
+
+
 async def create_token(request: web.Request, query: Query) -> web.StreamResponse:
     mesh = mesh_of(request)
     body = await object_of(request, "how long it is good") if await request.read() else {}
-    ttl_s, for_relay = body.get("ttlSeconds"), body.get("relay", False)
-    if ttl_s is not None and (not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool)):
-        raise SpecError("ttlSeconds is a number.", field="ttlSeconds", got=str(ttl_s)[:80])
+    ttl_s, for_relay = _seconds(body, "ttlSeconds"), body.get("relay", False)
     if not isinstance(for_relay, bool):
         raise SpecError("relay is true or false.", field="relay", got=str(for_relay)[:80])
     token, facts = await mesh.create_token(ttl_s, for_relay=for_relay)
@@ -81,6 +92,16 @@ async def get_own(request: web.Request, query: Query) -> web.StreamResponse:
     return web.json_response({"machine": found})
 
 
+def _seconds(body: dict[str, Any], key: str) -> float | None:
+    """None when it is not said. Raises SpecError."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise SpecError(f"{key} is a number.", field=key, got=str(value)[:80])
+    return float(value)
+
+
 ENDPOINTS = (
     Endpoint(
         method="GET",
@@ -90,6 +111,26 @@ ENDPOINTS = (
         handler=get_authority,
         access="open",
         answers=(Answer(text="Whom to trust.", shape=TrustFacts),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/authority/rotation",
+        operation="getRotation",
+        summary="Whom the machines of the mesh trust, and how far the rotation of the authority is",
+        handler=get_rotation,
+        answers=(Answer(text="Who signs, who will and who did.", shape=RotationFacts),),
+        errors=(HTTPStatus.CONFLICT,),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/authority/rotation",
+        operation="beginRotation",
+        summary="Begin to replace the deployment's certificate authority; it goes on by itself",
+        handler=begin_rotation,
+        body=RotationRequest,
+        body_required=False,
+        answers=(Answer(text="How far it is.", shape=RotationFacts, status=HTTPStatus.ACCEPTED),),
         errors=(HTTPStatus.CONFLICT,),
     ),
     Endpoint(

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from mesh.cli import (
+    authority,
     chaos,
     check,
     deployment,
@@ -67,6 +68,9 @@ app.command("cancel", short_help="Stop a run.")(runs.cancel)
 app.command("delete", short_help="Forget ended runs, with their logs.")(runs.delete)
 app.command("chaos", short_help="Do a rank harm on purpose, and see whether the run recovers.")(chaos.chaos)
 app.command("drain", short_help="Say that a machine goes away.")(machines.drain)
+app.command("authority", short_help="Show or rotate the certificate authority of the mesh.")(
+    authority.authority
+)
 app.command("token", short_help="Make, list or revoke tokens that machines join with.")(tokens.token)
 app.command("join", short_help="Let this machine join a deployment elsewhere.")(join.join)
 app.command("leave", short_help="Let this machine leave its deployment.")(join.leave)

@@ -37,6 +37,12 @@ AUTHORITY_TTL_S = 3650 * 86400.0
 MACHINE_TTL_S = 30 * 86400.0
 MEMBER_TTL_S = 12 * 3600.0
 """Long enough for a night without the head; a running stream is not asked again, an epoch's end cuts it."""
+OVERLAP_S = 7 * 86400.0
+"""From introducing the next authority until it signs, when nothing else is said: a machine that was away meanwhile, and
+a client elsewhere whose copy of the bundle is older, trust only the one before."""
+OVERLAP_MIN_S = MEMBER_TTL_S
+"""Members hear of authorities when their certificate is renewed."""
+OVERLAP_MAX_S = 30 * 86400.0
 REQUEST_BYTES_MAX = 4096
 _PEM, _PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 _OPEN = serialization.NoEncryption()
@@ -188,6 +194,8 @@ class Rotation:
     signing: Authority
     next: Authority | None = None
     """Trusted, does not sign yet."""
+    promote_at: float = 0.0
+    """When it may sign, at the soonest; 0 when there is none."""
     old: Authority | None = None
     """Does not sign any more, trusted until `retire`."""
     promoted_at: float = 0.0
@@ -198,13 +206,18 @@ class Rotation:
         trusted = (self.signing, self.next, self.old)
         return b"".join(authority.certificate_pem for authority in trusted if authority is not None)
 
-    def introduce(self, authority: Authority) -> Rotation:
+    @property
+    def retire_at(self) -> float:
+        """When nothing that the old one signed is valid any more; 0 when there is none."""
+        return 0.0 if self.old is None else self.promoted_at + MACHINE_TTL_S + SKEW_MAX_S
+
+    def introduce(self, authority: Authority, *, promote_at: float) -> Rotation:
         """Step 1; then give everybody the new bundle. Raises ConflictError when a rotation is under way."""
         if self.next is not None or self.old is not None:
             raise ConflictError(
                 "A rotation of the authority is under way; it has to end before the next begins."
             )
-        return replace(self, next=authority)
+        return replace(self, next=authority, promote_at=promote_at)
 
     def promote(self, *, now: float) -> Rotation:
         """Step 2, when everybody has the bundle; then sign new certificates for everybody. Raises ConflictError."""
@@ -212,16 +225,28 @@ class Rotation:
             raise ConflictError("No next authority has been introduced.")
         return Rotation(signing=self.next, old=self.signing, promoted_at=now)
 
-    def retire(self, *, now: float, ttl_max_s: float = MACHINE_TTL_S) -> Rotation:
+    def retire(self, *, now: float) -> Rotation:
         """Step 3, when nothing that the old one signed can be valid. Raises ConflictError before."""
         if self.old is None:
             raise ConflictError("There is no old authority.")
-        left_s = self.promoted_at + ttl_max_s + SKEW_MAX_S - now
+        left_s = self.retire_at - now
         if left_s > 0:
             raise ConflictError(
                 f"Certificates of the old authority may be valid for another {left_s / 3600:.1f} h."
             )
         return Rotation(signing=self.signing)
+
+    def advanced(self, *, now: float, have_all_heard: bool) -> Rotation:
+        """After the step that is due now; itself when none is.
+
+        Args:
+            have_all_heard: everybody has this bundle.
+        """
+        if self.next is not None and have_all_heard and now >= self.promote_at:
+            return self.promote(now=now)
+        if self.old is not None and now >= self.retire_at:
+            return self.retire(now=now)
+        return self
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, *, now: float, ends: float) -> x509.CertificateBuilder:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 from agents.gateway_wire import Counters
 from agents.overlay_line import ask
+from mesh.private_files import write_private
 from tests.e2e.real_mesh import wait_until
 from tests.lab.hosts import Host
 from tests.lab.mesh_deployment import MESH_PORT, MeshLab, mesh_lab
@@ -139,3 +141,42 @@ def test_a_machine_is_lost_the_next_epoch_runs_and_the_ghost_is_refused(lab: Mes
     done.touch()
     assert lab.ended(name)["status"]["state"] == "Succeeded"
     assert "Path" in [event["kind"] for event in lab.events(name)]
+
+
+def test_the_authority_is_rotated_while_a_gang_runs_and_nobody_notices(lab: MeshLab) -> None:
+    """Its times are facts in the authority's file, so that nobody waits for a week."""
+    done = lab.work / "done with the first authority"
+    name = lab.submit("--nodes", "2", "--", sys.executable, "-c", TALK, str(done))
+    try:
+        lab.wait_for_print(name, "connected 1 direct", 0, 1)
+        first = authority(lab)["signing"]["fingerprint"]
+        told = json.loads(lab.cli("authority", "rotate", "--overlap", "12h", "-o", "json").stdout)
+        second = told["next"]["fingerprint"]
+        wait_until(lambda: authority(lab)["waitsFor"] == [], "every machine to trust the next one")
+        assert authority(lab)["signing"]["fingerprint"] == first
+        turn_clock(lab, promote_at=1.0)
+        wait_until(lambda: authority(lab)["signing"]["fingerprint"] == second, "the next one to sign")
+        left = next(
+            host for host in lab.hosts if host not in {host_of(lab, lab.run(name), r) for r in (0, 1)}
+        )
+        lab.stop_agent(left)
+        lab.join(left)
+        turn_clock(lab, promoted_at=1.0)
+        wait_until(lambda: authority(lab)["old"] is None, "the first one to be forgotten")
+        wait_until(lambda: len(ready(lab)) == len(lab.hosts), "every machine to be there")
+    finally:
+        done.touch()
+    ended = lab.ended(name)["status"]
+    assert (ended["state"], ended["epoch"]) == ("Succeeded", 1)
+    again = lab.submit("--nodes", "3", "--", sys.executable, "-c", "print('hello')")
+    assert lab.ended(again)["status"]["state"] == "Succeeded"
+
+
+def authority(lab: MeshLab) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(lab.cli("authority", "show", "-o", "json").stdout)
+    return told
+
+
+def turn_clock(lab: MeshLab, **moments: float) -> None:
+    path = lab.state / "authority" / "authority.json"
+    write_private(path, json.dumps(json.loads(path.read_text()) | moments))

@@ -72,7 +72,7 @@ def test_a_rotation_by_another_process_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "authority" / "authority.json"
     rotation, deployment = mesh_authority._from_json(path.read_text())
     now = time.time()
-    turned: Rotation = rotation.introduce(new_authority("d", now=now)).promote(now=now)
+    turned: Rotation = rotation.introduce(new_authority("d", now=now), promote_at=now).promote(now=now)
     write_private(path, mesh_authority._to_json(deployment, turned))
     assert authority.fingerprint() == fingerprint(turned.signing.certificate_pem) != old
     assert authority.bundle_pem() == turned.bundle_pem()

@@ -36,7 +36,8 @@ async def test_machines_that_join_at_the_same_time_get_names_of_their_own(tmp_pa
 async def test_an_authority_that_cannot_be_read_now_is_no_end_of_new_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "RENEW_EVERY_S", 0.0)
+    for pause in ("RENEW_EVERY_S", "LOOK_S", "CERTIFICATES_AGAIN_S"):
+        monkeypatch.setattr(module, pause, 0.0)
     head = mesh_head(tmp_path)
     good, told = head._authority.machine_credentials, asyncio.Event()
     faults = [DeploymentError("unreadable")]

@@ -141,11 +141,11 @@ def test_rotation_in_three_steps_and_no_step_too_early() -> None:
     state = Rotation(signing=first)
     with pytest.raises(ConflictError):
         state.promote(now=NOW)
-    state = state.introduce(second)
+    state = state.introduce(second, promote_at=NOW)
     assert state.signing is first
     assert state.bundle_pem() == first.certificate_pem + second.certificate_pem
     with pytest.raises(ConflictError):
-        state.introduce(second)
+        state.introduce(second, promote_at=NOW)
     state = state.promote(now=NOW)
     assert state.signing is second
     assert state.bundle_pem() == second.certificate_pem + first.certificate_pem
@@ -155,6 +155,20 @@ def test_rotation_in_three_steps_and_no_step_too_early() -> None:
     assert state.bundle_pem() == second.certificate_pem
     with pytest.raises(ConflictError):
         state.retire(now=NOW)
+
+
+def test_a_rotation_advances_when_its_time_has_come_and_everybody_has_heard() -> None:
+    first, second = new_authority(DEPLOYMENT, now=NOW), new_authority(DEPLOYMENT, now=NOW)
+    steady = Rotation(signing=first)
+    assert steady.advanced(now=NOW, have_all_heard=True) is steady
+    introduced = steady.introduce(second, promote_at=NOW + 10)
+    assert introduced.advanced(now=NOW + 9, have_all_heard=True) is introduced
+    assert introduced.advanced(now=NOW + 10, have_all_heard=False) is introduced
+    promoted = introduced.advanced(now=NOW + 20, have_all_heard=True)
+    assert (promoted.signing, promoted.old, promoted.next) == (second, first, None)
+    assert promoted.retire_at == NOW + 20 + MACHINE_TTL_S + SKEW_MAX_S
+    assert promoted.advanced(now=promoted.retire_at - 1, have_all_heard=True) is promoted
+    assert promoted.advanced(now=promoted.retire_at, have_all_heard=False) == Rotation(signing=second)
 
 
 def test_tls_says_who_the_peer_is_and_times_are_left_to_the_gate(authority: Authority) -> None:
