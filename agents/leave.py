@@ -2,8 +2,9 @@
 
 Rules of this file:
 1. The agent itself says goodbye, after its run has left; this process tells it that it is for good, and waits.
-2. Where no agent runs, nobody says goodbye: the identity is removed, and the head has given the machine up already, or
-   will. A relay is believed until somebody says that it has left, so this process does.
+2. Where no agent runs, or it could not tell its head, nobody says goodbye: the identity is removed, and the head has
+   given the machine up already, or will. A relay is believed until somebody says that it has left, so this process
+   does, and its exit code says whether the head has heard it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import fcntl
 import os
 import select
 import signal
-import sys
 from pathlib import Path
 
 from agents.join import GOODBYE_LIMIT_S, GRACE_S_LARGEST
-from agents.machine_identity import forget_identity
+from agents.machine_identity import forget_identity, is_known
 from agents.machine_state import LEAVING_NAME, LOCK_NAME
+from agents.relay_folder import KNOWN_NAME
 from agents.relay_leaving import leave_from_afar
+from mesh.cli.terminal import write_err
 from mesh.errors import DeploymentError, MeshTimeoutError
 
 WAIT_LIMIT_S = GRACE_S_LARGEST + GOODBYE_LIMIT_S + 30.0
@@ -33,11 +35,7 @@ def leave(state: Path) -> int:
         )
     pid = _agent_of(folder)
     if pid is None:
-        if leave_from_afar(folder):
-            return 0
-        forget_identity(folder)
-        sys.stderr.write("No agent runs here. To join again this machine needs a token.\n")
-        return 0
+        return _leave_alone(folder, "No agent runs here.")
     handle = os.pidfd_open(pid)
     try:
         (folder / LEAVING_NAME).touch()
@@ -48,8 +46,20 @@ def leave(state: Path) -> int:
     if not ended:
         raise MeshTimeoutError("The agent still waits for its run to leave.", timeout_s=WAIT_LIMIT_S)
     (folder / LEAVING_NAME).unlink(missing_ok=True)
+    if is_known(folder) or (folder / KNOWN_NAME).exists():
+        return _leave_alone(
+            folder, "The agent has ended, but could not tell the head; that gives the machine up."
+        )
+    write_err("This machine has left. To join again it needs a token.\n")
+    return 0
+
+
+def _leave_alone(folder: Path, why: str) -> int:
+    code = leave_from_afar(folder)
+    if code is not None:
+        return code
     forget_identity(folder)
-    sys.stderr.write("This machine has left. To join again it needs a token.\n")
+    write_err(f"{why} To join again this machine needs a token.\n")
     return 0
 
 

@@ -42,6 +42,11 @@ def read_identity(folder: Path) -> KnownIdentity | None:
         ) from error
 
 
+def is_known(folder: Path) -> bool:
+    """Whether there is an identity, readable or not."""
+    return (folder / FILE_NAME).exists()
+
+
 def write_identity(folder: Path, identity: KnownIdentity) -> None:
     """Whole or not at all; on disk when it returns. Raises OSError."""
     write_private(folder / FILE_NAME, json.dumps(asdict(identity)))

@@ -376,15 +376,24 @@ class RelayAgent:
 
     async def _say_goodbye(self) -> None:
         """The rest of what was carried; and that it is for good, when `mesh leave` has said so."""
-        marker = self._folder.path / LEAVING_NAME
+        await self._tell_last("what was carried", self._report_all())
+        if (self._folder.path / LEAVING_NAME).exists():
+            await self._tell_last("that this relay has left", self._leave())
+
+    async def _report_all(self) -> None:
+        await self._report({})
+
+    async def _leave(self) -> None:
+        await leave_head(self._present())
+        await asyncio.to_thread(self._folder.forget)
+
+    async def _tell_last(self, what: str, telling: Coroutine[Any, Any, None]) -> None:
+        """Nobody tries again here: counts are kept, and whoever has said that it leaves sees that it is still one."""
         try:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
-                await self._report({})
-                if marker.exists():
-                    await leave_head(self._present())
-                    await asyncio.to_thread(self._folder.forget)
+                await telling
         except (MeshError, OSError) as error:  # a time-out is one
-            _log.warning("the head was not told everything: %s", error)
+            _log.warning("the head was not told %s: %s", what, error or "no answer")
 
     # ---- inside -----------------------------------------------------------------------------------
 

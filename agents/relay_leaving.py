@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 from agents.head_line import HeadUrl, head_api
 from agents.relay_folder import KnownRelay, RelayFolder
+from mesh.cli.exit_codes import ExitCode, code_of_agent
+from mesh.cli.terminal import printable, write_err
 from mesh.errors import MeshError
 
 
@@ -19,18 +20,21 @@ async def leave_head(known: KnownRelay) -> None:
         await api.call("POST", f"/v1/relays/{known.name}/leave", repeat_s=2.0)
 
 
-def leave_from_afar(path: Path) -> bool:
-    """`mesh leave` in the folder of a relay that does not run; False when it is no relay's. Raises DeploymentError."""
+def leave_from_afar(path: Path) -> ExitCode | None:
+    """`mesh leave` in the folder of a relay that does not run; None when it is no relay's. Raises DeploymentError."""
     folder = RelayFolder(path)
     known = folder.read_known()
     if known is None:
-        return False
+        return None
+    code = ExitCode.OK
     try:
         asyncio.run(leave_head(known))
-        sys.stderr.write(f"The relay {known.name} has left. To take part again it needs a token.\n")
+        write_err(f"The relay {known.name} has left. To take part again it needs a token.\n")
     except MeshError as error:
-        sys.stderr.write(
-            f"The head was not told ({error.message}). There, `mesh drain {known.name}` revokes its certificate.\n"
+        code = code_of_agent(error)
+        write_err(
+            f"The relay {known.name} does not run and is forgotten here, but the head was not told: "
+            f"{printable(error.message)} There, `mesh drain {known.name}` revokes its certificate.\n"
         )
     folder.forget()
-    return True
+    return code

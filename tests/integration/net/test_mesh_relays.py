@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from agents import relay_agent
 from agents.head_line import HeadUrl, head_api
 from agents.leave import leave
+from agents.machine_identity import KnownIdentity, read_identity, write_identity
 from agents.machine_state import LEAVING_NAME
 from agents.relay_agent import RelayAgent, RelaySettings
 from agents.relay_folder import RelayFolder
@@ -29,7 +30,15 @@ from coordinator import relay_desk
 from coordinator.api import routes_mesh, routes_relays
 from coordinator.mesh_machines import HEAD
 from mesh import private_writer
-from mesh.errors import AuthenticationError, ConflictError, DeploymentError, MeshError, SpecError
+from mesh.cli.exit_codes import ExitCode
+from mesh.errors import (
+    AuthenticationError,
+    ConflictError,
+    DeploymentError,
+    MeshError,
+    SpecError,
+    StorageError,
+)
 from mesh.ids import MachineName
 from mesh.joining import JOIN_TOKEN_VARIABLE
 from mesh.net.authority import read_certificate
@@ -291,6 +300,80 @@ async def test_a_relay_that_does_not_run_can_leave_and_be_removed(head: HeadWorl
     assert head.desk.revoked() == ["relay-1", "relay-2"]
     with pytest.raises(AuthenticationError, match="left"):
         await agent(head, tmp_path / "s").run()
+
+
+async def test_a_relay_that_cannot_say_what_it_has_carried_leaves_all_the_same(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: Any, **__: Any) -> None:
+        raise StorageError("the head's disk is full")
+
+    made = agent(head, tmp_path / "r", await relay_token(head))
+    async with running(made) as name:
+        monkeypatch.setattr(head.desk.relays, "report", full)
+        (tmp_path / "r" / LEAVING_NAME).touch()
+    assert head.desk.revoked() == [name]
+    assert RelayFolder(tmp_path / "r").read_known() is None
+
+
+@contextlib.asynccontextmanager
+async def silent_agent(folder: Path) -> AsyncIterator[None]:
+    """One that holds the folder, and ends without a word to its head when it is told to."""
+    program = (
+        "import pathlib, signal, sys; from agents.machine_state import claimed\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "with claimed(pathlib.Path(sys.argv[1])): print(flush=True); signal.sigwait([signal.SIGTERM])"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, str(folder)), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_relay_that_ended_without_a_word_to_its_head_leaves_from_afar(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    folder = tmp_path / "r"
+    async with running(agent(head, folder, await relay_token(head))) as name:
+        pass
+    async with silent_agent(folder):
+        assert await asyncio.to_thread(leave, folder) == 0
+    assert head.desk.revoked() == [name]
+    assert RelayFolder(folder).read_known() is None
+
+
+async def test_nobody_says_that_a_relay_has_left_of_which_the_head_was_not_told(
+    head: HeadWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "r"
+    async with running(agent(head, folder, await relay_token(head))) as name:
+        pass
+    known = RelayFolder(folder).read_known()
+    assert known is not None
+    await RelayFolder(folder).save_known(replace(known, head=f"https://127.0.0.1:{free_port()}"))
+    async with silent_agent(folder):
+        assert await asyncio.to_thread(leave, folder) == ExitCode.NO_DEPLOYMENT
+    said = capfd.readouterr().err
+    assert "has left" not in said
+    assert f"mesh drain {name}" in said
+    assert head.desk.revoked() == []
+
+
+async def test_a_machine_whose_agent_could_not_tell_its_head_is_told_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_identity(tmp_path, KnownIdentity(head="https://head:1", name="m", secret="s", bundle="b"))
+    async with silent_agent(tmp_path):
+        assert await asyncio.to_thread(leave, tmp_path) == 0
+    assert "could not tell the head" in capfd.readouterr().err
+    assert read_identity(tmp_path) is None
 
 
 async def test_a_relay_that_is_removed_while_it_runs_ends_and_says_why(
