@@ -52,6 +52,7 @@ from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, Revocations
 from mesh.net.shim.library import ShimPlace
 from mesh.net.tls import Credentials
+from mesh.reasons import Reason
 
 JOIN_LIMIT_S = 30.0
 FOLLOW_LIMIT_S = 40.0
@@ -100,7 +101,7 @@ class MeshWay:
         try:
             answer, life = await self._asking.ask()
         except TransportError as error:
-            if self._head_at is not None:
+            if self._head_at is not None and error.reason is Reason.UNREACHABLE:
                 error.hint = has_moved(self._settings.head)
             raise
         self._life = life

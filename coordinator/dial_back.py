@@ -8,8 +8,8 @@ Rules of this file:
 1. Dialled is the address that its connection comes from, and of those that it says: public ones, and private ones when
    it comes from a private address itself. Never loopback, link-local (where clouds have their metadata), multicast,
    the overlay, or the head's own; and no port but the one that it listens on.
-2. ADDRESSES_MAX at a time for one, ASKS_MAX in ASKS_WITHIN_S for one, ROUNDS_MAX at the same time for all, and the rest
-   wait in a queue that has an end.
+2. ADDRESSES_MAX at a time for one, ASKS_MAX in ASKS_WITHIN_S for one, under whatever names, ROUNDS_MAX at the same time
+   for all, and the rest wait in a queue that has an end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mesh.reasons import Reason
 ADDRESSES_MAX = 4
 ASKS_MAX = 6
 ASKS_WITHIN_S = 60.0
-"""A machine asks once when it joins, and again when the head has not answered."""
+"""A machine asks once each time that it joins, and again when the head has not answered."""
 ROUNDS_MAX = 8
 WAITING_MAX = 256
 KNOWN_MAX = 10_000
@@ -70,19 +70,27 @@ class DialBack:
         self._rounds = asyncio.Semaphore(ROUNDS_MAX)
         self._waiting = 0
         self._asked: dict[MachineName, deque[float]] = {}
-        """When, of late; the one that asked first longest ago first."""
+        """When, of late, by what it was called first; the one that asked first longest ago first."""
 
     async def find(
-        self, name: MachineName, said: Sequence[Address], *, source: str | None, port: int | None, dial: Dial
+        self,
+        name: MachineName,
+        said: Sequence[Address],
+        *,
+        origin: MachineName,
+        source: str | None,
+        port: int | None,
+        dial: Dial,
     ) -> list[Address]:
         """Those addresses at which `dial` found it. Raises TransportError (LimitExceeded), and what `dial` raises.
 
         Args:
             said: what it takes for its own.
+            origin: what it was called when it came the first time.
             source: where its connection comes from; None when that is not known.
             port: where it listens; None when it does not.
         """
-        self._count(name)
+        self._count(name, origin)
         if port is None:
             return []
         own = await asyncio.to_thread(_own_addresses)
@@ -102,9 +110,9 @@ class DialBack:
         finally:
             self._waiting -= 1
 
-    def _count(self, name: MachineName) -> None:
+    def _count(self, name: MachineName, origin: MachineName) -> None:
         now = time.monotonic()
-        times = self._asked.setdefault(name, deque())
+        times = self._asked.setdefault(origin, deque())
         while times and times[0] < now - ASKS_WITHIN_S:
             times.popleft()
         if len(times) >= ASKS_MAX:

@@ -152,6 +152,7 @@ class MeshDesk:
         Raises:
             AuthenticationError: the token or the identity is not good; (ClockSkew) the clocks differ.
             ConflictError: other versions; (IdentityInUse) the machine is there already.
+            TransportError: (LimitExceeded) it has come back too often, or too many have gone.
             SpecError: what is asked makes no sense. DeploymentError: Ray is not up. StorageError.
         """
         check_clock(request)
@@ -190,15 +191,20 @@ class MeshDesk:
     def _admit(self, request: Mapping[str, Any]) -> tuple[ShownToken | None, MachineName | None]:
         """The token that is shown, if one is, and the machine whose place is taken. Changes nothing.
 
-        Raises SpecError, AuthenticationError, ConflictError.
+        Raises SpecError, AuthenticationError, ConflictError, TransportError.
         """
+        shown, before = None, None
         if request.get("again") is not None:
-            return None, self._may_come_back(request)
-        shown = shown_token(request, self._books.tokens, for_relay=False)
-        before = shown.name_before
-        if before is not None and not self._books.machines.may_begin_anew(before):
-            raise used_already(shown.record)
-        return shown, before if before in self._books.machines.machines else None
+            before = self._may_come_back(request)
+        else:
+            shown = shown_token(request, self._books.tokens, for_relay=False)
+            before = shown.name_before
+            if before is not None and not self._books.machines.may_begin_anew(before):
+                raise used_already(shown.record)
+        if before not in self._books.machines.machines:
+            return shown, None
+        self._books.machines.check_pace(before, now=wall_clock())
+        return shown, before
 
     def _may_come_back(self, request: Mapping[str, Any]) -> MachineName:
         """The machine that comes back. Raises SpecError, AuthenticationError, ConflictError."""
@@ -242,6 +248,7 @@ class MeshDesk:
         found = await self._dial_back.find(
             machine.name,
             addresses,
+            origin=machine.origin,
             source=await self._around.source_of(seen_from),
             port=port,
             dial=self._around.probe,

@@ -7,7 +7,8 @@ one gives itself away: a copied disk.
 
 Rules of this file:
 1. A name is given once. A number is another machine's as soon as its machine is gone, the longest unused one first.
-2. What is gone stays gone: its certificate is revoked by name for as long as one could be valid.
+2. What is gone stays gone: its certificate is revoked by name for as long as one could be valid. While the book is full
+   of such names nobody joins; whoever comes back again and again has to wait, so that one machine does not fill it.
 3. An answer can be lost: an old secret is good again as long as nobody has used the one that came after it.
 4. Every change raises `version`, which whoever follows compares.
 5. Only hashes of secrets are kept. The time (seconds since 1970) and the secrets are arguments. The book is bounded.
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.errors import AuthenticationError, ConflictError, SpecError, TransportError
 from mesh.ids import MachineName
 from mesh.net.clock import SKEW_MAX_S
 from mesh.net.overlay import NUMBER_MAX
@@ -32,6 +33,10 @@ HEAD = MachineName("head")
 MACHINES_MAX = 4096
 """That are there at the same time."""
 GONE_MAX = 20_000
+"""While so many are remembered nobody joins: every machine hears of all of them."""
+RETURNS_MAX, RETURN_EVERY_S = 30, 300.0
+"""So many times in a row a machine may join, and after that as often. In trouble with its network it does a few times
+a minute; and it takes thirty that never stop to fill the book."""
 DEFAULT_HINT = "machine"
 _HINT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 
@@ -41,6 +46,8 @@ class MeshMachine:
     """One machine, from its joining on."""
 
     name: MachineName
+    origin: MachineName
+    """What it was called when it came the first time, by a token."""
     number: int
     secret_hash: str
     joined_at: float
@@ -69,15 +76,25 @@ class MeshMachines:
     # ---- coming and going -------------------------------------------------------------------------
 
     def enter(self, name: MachineName, secret: str, *, now: float) -> MeshMachine:
-        """A new machine, of a name that nobody has had. Raises ConflictError when there are too many."""
+        """A new machine, of a name that nobody has had.
+
+        Raises ConflictError when there are too many; TransportError (LimitExceeded) while too many have gone of late.
+        """
         self._forget(now)
+        gone = len(self.revoked())
+        if gone >= GONE_MAX:
+            raise gone_too_many(f"{gone} machines that have gone", days=self.certificate_s / 86400)
         present = self.present()
         if len(present) >= MACHINES_MAX:
             raise ConflictError(f"The deployment has {len(present)} machines, and takes no more.")
         if name in self.machines:
             raise ConflictError(f"The name {name} has been given.")
         machine = MeshMachine(
-            name=name, number=self._next_number(), secret_hash=hash_secret(secret), joined_at=now
+            name=name,
+            origin=name,
+            number=self._next_number(),
+            secret_hash=hash_secret(secret),
+            joined_at=now,
         )
         self.last_number = machine.number
         self._put(machine)
@@ -106,6 +123,21 @@ class MeshMachines:
             )
         return machine
 
+    def check_pace(self, old: MachineName, *, now: float) -> None:
+        """Whether this machine may come back as another one now. Raises TransportError (LimitExceeded)."""
+        origin = self.machines[old].origin
+        joined = [m.joined_at for m in self.machines.values() if m.origin == origin and m.joined_at <= now]
+        used_up_until = 0.0
+        for joined_at in sorted(joined):
+            used_up_until = max(used_up_until, joined_at) + RETURN_EVERY_S
+        wait_s = used_up_until - (RETURNS_MAX - 1) * RETURN_EVERY_S - now
+        if wait_s > 0:
+            raise TransportError(
+                f"{old} has come back too often.",
+                hint=f"It may again in {wait_s:.0f} s. Why it has to is in its agent's log.",
+                reason=Reason.LIMIT_EXCEEDED,
+            )
+
     def may_begin_anew(self, name: MachineName) -> bool:
         """Whether the machine that got this name by a token may ask for another one by it: it never heard of the name,
         as far as anybody can tell. Nobody has used its secret, nor come back with it.
@@ -123,6 +155,7 @@ class MeshMachines:
             self.leave(machine.successor, now=now)
         self.leave(old, now=now)
         self._put(replace(self.machines[old], successor=new))
+        self._put(replace(self.machines[new], origin=machine.origin))
 
     def leave(self, name: MachineName, *, now: float, for_good: bool = False) -> bool:
         """It is gone, and nobody believes its certificate any more. False when it was gone already."""
@@ -177,7 +210,7 @@ class MeshMachines:
         book = cls(last_number=int(data["last_number"]), version=int(data["version"]))
         for words in data["machines"]:
             places = tuple((str(host), int(port)) for host, port in words["gateway"])
-            machine = MeshMachine(**{**words, "gateway": places})
+            machine = MeshMachine(**{"origin": words["name"], **words, "gateway": places})
             book.machines[machine.name] = machine
         return book
 
@@ -217,13 +250,19 @@ class MeshMachines:
                 return number
 
     def _forget(self, now: float) -> None:
-        """Those whose certificates cannot be valid any more; and the oldest where too many are gone."""
+        """Those whose certificates cannot be valid any more."""
         old = now - self.certificate_s - 2 * SKEW_MAX_S
-        gone = [machine for machine in self.machines.values() if machine.gone_at is not None]
-        over = max(0, len(gone) - GONE_MAX)
-        for place, machine in enumerate(gone):
-            if place < over or (machine.gone_at or 0.0) < old:
-                del self.machines[machine.name]
+        for name in [n for n, m in self.machines.items() if m.gone_at is not None and m.gone_at < old]:
+            del self.machines[name]
+
+
+def gone_too_many(who: str, *, days: float) -> TransportError:
+    """Nobody joins while so many are remembered."""
+    return TransportError(
+        f"The deployment remembers {who}, so that nobody believes them any more, and takes nobody in now.",
+        hint=f"Each is forgotten {days:g} days after it has gone, when its certificate has ended: try again later.",
+        reason=Reason.LIMIT_EXCEEDED,
+    )
 
 
 def checked_hint(text: Any) -> str:

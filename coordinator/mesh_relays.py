@@ -5,7 +5,8 @@ When it is started again it keeps its name and gets the next secret; so a second
 away: a copied disk. Where the head has dialled it successfully, machines are told to find it.
 
 Rules of this file:
-1. A name is given once. Who has left is not believed any more, for as long as its certificate could be valid.
+1. A name is given once. Who has left is not believed any more, for as long as its certificate could be valid. While the
+   book is full of such names no relay joins.
 2. An answer can be lost: the secret before is good again as long as nobody has used the one that came after it.
 3. Only hashes of secrets are kept. The time (seconds since 1970) and the secrets are arguments. The book is bounded.
 """
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from coordinator.mesh_machines import gone_too_many
 from mesh.errors import AuthenticationError, ConflictError, NotFoundError
 from mesh.ids import MachineName
 from mesh.net.authority import MACHINE_TTL_S
@@ -54,8 +56,14 @@ class MeshRelays:
     """By name, also those that have left."""
 
     def enter(self, name: MachineName, secret: str, *, now: float) -> MeshRelay:
-        """A new relay, of a name that nobody has had. Raises ConflictError when there are too many."""
+        """A new relay, of a name that nobody has had.
+
+        Raises ConflictError when there are too many; TransportError (LimitExceeded) while too many have left of late.
+        """
         self._forget(now)
+        gone = len(self.revoked())
+        if gone >= GONE_MAX:
+            raise gone_too_many(f"{gone} relays that have left", days=MACHINE_TTL_S / 86400)
         present = self.present()
         if len(present) >= RELAYS_MAX:
             raise ConflictError(
@@ -175,13 +183,10 @@ class MeshRelays:
         return relay
 
     def _forget(self, now: float) -> None:
-        """Those whose certificates cannot be valid any more; and the oldest where too many have left."""
+        """Those whose certificates cannot be valid any more."""
         old = now - MACHINE_TTL_S - 2 * SKEW_MAX_S
-        gone = [relay for relay in self.relays.values() if relay.gone_at is not None]
-        over = max(0, len(gone) - GONE_MAX)
-        for place, relay in enumerate(gone):
-            if place < over or (relay.gone_at or 0.0) < old:
-                del self.relays[relay.name]
+        for name in [n for n, r in self.relays.items() if r.gone_at is not None and r.gone_at < old]:
+            del self.relays[name]
 
 
 _WITH_TOKEN = "`mesh token create --relay` on the head makes a token for a relay."

@@ -92,6 +92,7 @@ class RelayDesk:
         Raises:
             AuthenticationError: the token or the identity is not good; (ClockSkew) the clocks differ.
             ConflictError: another version, too many relays; (IdentityInUse) the relay is there already.
+            TransportError: (LimitExceeded) too many have left.
             SpecError: what is asked makes no sense. StorageError.
         """
         check_clock(request)
@@ -185,6 +186,7 @@ class RelayDesk:
         found = await self._dial_back.find(
             relay.name,
             addresses,
+            origin=relay.name,
             source=await self._around.source_of(seen_from),
             port=port,
             dial=self._around.probe_relay,

@@ -171,7 +171,7 @@ ENDPOINTS = (
         access="open",
         body=MeshJoinRequest,
         answers=(Answer(text="The machine's name, certificate and cluster.", shape=JoinedTerms),),
-        errors=(HTTPStatus.CONFLICT,),
+        errors=(HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS),
     ),
     Endpoint(
         method="GET",

@@ -99,7 +99,7 @@ ENDPOINTS = (
         access="open",
         body=RelayJoinRequest,
         answers=(Answer(text="The relay's name and certificate.", shape=RelayTerms),),
-        errors=CONFLICT,
+        errors=(*CONFLICT, HTTPStatus.TOO_MANY_REQUESTS),
     ),
     Endpoint(
         method="GET",

@@ -66,7 +66,8 @@ async def test_few_are_dialled_at_the_same_time_and_the_rest_wait_in_a_queue_tha
     desk = DialBack()
 
     async def ask(number: int) -> object:
-        return await desk.find(MachineName(f"m-{number}"), [], source=OUTSIDE, port=1, dial=dial)
+        name = MachineName(f"m-{number}")
+        return await desk.find(name, [], origin=name, source=OUTSIDE, port=1, dial=dial)
 
     asking = [asyncio.create_task(ask(n)) for n in range(dial_back.ROUNDS_MAX + 2)]
     done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=20)
@@ -87,11 +88,11 @@ async def test_who_asks_too_often_is_told_so_and_may_again_later(monkeypatch: py
         return []
 
     for _ in range(dial_back.ASKS_MAX):
-        await desk.find(A, [], source=OUTSIDE, port=1, dial=dial)
+        await desk.find(A, [], origin=A, source=OUTSIDE, port=1, dial=dial)
     with pytest.raises(TransportError, match="too often"):
-        await desk.find(A, [], source=OUTSIDE, port=1, dial=dial)
+        await desk.find(A, [], origin=A, source=OUTSIDE, port=1, dial=dial)
     now = dial_back.ASKS_WITHIN_S + 1
-    await desk.find(A, [], source=OUTSIDE, port=1, dial=dial)
+    await desk.find(A, [], origin=A, source=OUTSIDE, port=1, dial=dial)
 
 
 async def test_what_is_asked_keeps_its_order_and_the_source_is_among_it() -> None:
@@ -99,7 +100,9 @@ async def test_what_is_asked_keeps_its_order_and_the_source_is_among_it() -> Non
         return list(addresses)
 
     async def asked(*said: str, source: str | None) -> list[str]:
-        found = await DialBack().find(A, [(host, 7) for host in said], source=source, port=7, dial=dial)
+        found = await DialBack().find(
+            A, [(host, 7) for host in said], origin=A, source=source, port=7, dial=dial
+        )
         return [host for host, port in found if port == 7]
 
     many = [f"8.8.8.{n}" for n in range(8)]

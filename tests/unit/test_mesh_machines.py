@@ -10,7 +10,7 @@ import pytest
 from coordinator import mesh_machines
 from coordinator.mesh_authority import MACHINE_CERTIFICATE_S
 from coordinator.mesh_machines import MeshMachines, checked_hint
-from mesh.errors import AuthenticationError, ConflictError, SpecError
+from mesh.errors import AuthenticationError, ConflictError, SpecError, TransportError
 from mesh.ids import MachineName
 from mesh.reasons import Reason
 
@@ -140,10 +140,50 @@ def test_it_is_bounded_and_forgets_whom_nobody_could_believe(monkeypatch: pytest
     made.leave(B, now=NOW + MACHINE_CERTIFICATE_S)
     made.enter(D, "d", now=NOW + MACHINE_CERTIFICATE_S + 1000)
     assert A not in made.machines
-    monkeypatch.setattr(mesh_machines, "GONE_MAX", 0)
-    made.leave(C, now=NOW + MACHINE_CERTIFICATE_S + 1000)
-    made.enter(A, "a", now=NOW + MACHINE_CERTIFICATE_S + 1000)
-    assert set(made.machines) == {D, A}
+
+
+def test_nobody_is_forgotten_whose_certificate_could_be_valid_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stolen machine was believed again once enough others had gone after it."""
+    monkeypatch.setattr(mesh_machines, "GONE_MAX", 1)
+    made = book(A, B, C)
+    assert made.leave(A, now=NOW)
+    assert made.leave(B, now=NOW)  # whoever has to go goes
+    with pytest.raises(TransportError, match="2 machines that have gone") as refused:
+        made.enter(D, "d", now=NOW + 60)
+    assert refused.value.reason is Reason.LIMIT_EXCEEDED and refused.value.retryable
+    assert made.revoked() == [A, B]
+    made.enter(D, "d", now=NOW + MACHINE_CERTIFICATE_S + 1000)
+    assert set(made.machines) == {C, D}
+
+
+def came_back(made: MeshMachines, name: MachineName, *, now: float) -> MachineName:
+    """The name of the machine that has come back as it."""
+    made.check_pace(name, now=now)
+    new = MachineName(f"machine-{len(made.machines) + 1}")
+    made.enter(new, new, now=now)
+    made.succeed(name, new, now=now)
+    return new
+
+
+def test_who_comes_back_again_and_again_has_to_wait_under_whatever_name_and_others_do_not() -> None:
+    """Each time is one more name that every machine has to hear of."""
+    made = book(A, B)
+    name = A
+    for _ in range(mesh_machines.RETURNS_MAX - 1):
+        name = came_back(made, name, now=NOW + 1)
+    for again in (made, MeshMachines.from_json(json.loads(json.dumps(made.to_json())))):
+        with pytest.raises(TransportError, match="again in 299 s") as refused:
+            again.check_pace(name, now=NOW + 1)
+        assert refused.value.reason is Reason.LIMIT_EXCEEDED and refused.value.retryable
+        again.check_pace(B, now=NOW + 1)
+    later = NOW + mesh_machines.RETURN_EVERY_S
+    name = came_back(made, name, now=later)
+    with pytest.raises(TransportError):
+        made.check_pace(name, now=later + 60)
+    assert {made.machines[name].origin for name in made.revoked()} == {A}
+    made.check_pace(name, now=later - 7200)  # the clock was set back
 
 
 def test_a_successor_that_was_forgotten_is_no_fault() -> None:

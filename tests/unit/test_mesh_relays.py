@@ -8,7 +8,7 @@ import pytest
 
 from coordinator import mesh_relays
 from coordinator.mesh_relays import MeshRelays
-from mesh.errors import AuthenticationError, ConflictError, NotFoundError
+from mesh.errors import AuthenticationError, ConflictError, NotFoundError, TransportError
 from mesh.ids import MachineName
 from mesh.net.authority import MACHINE_TTL_S
 from mesh.reasons import Reason
@@ -85,16 +85,23 @@ def test_nobody_else_s_secret_is_good() -> None:
 
 def test_there_are_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_relays, "RELAYS_MAX", 1)
-    monkeypatch.setattr(mesh_relays, "GONE_MAX", 1)
     relays = book()
     with pytest.raises(ConflictError):
         relays.enter(MachineName("relay-2"), "s", now=NOW)
     relays.leave(R, now=NOW)
     with pytest.raises(ConflictError, match="has been given"):
         relays.enter(R, "s", now=NOW)
-    for number in (2, 3):
-        name = MachineName(f"relay-{number}")
-        relays.enter(name, "s", now=NOW)
-        relays.leave(name, now=NOW)
-    relays.enter(MachineName("relay-4"), "s", now=NOW)
-    assert relays.revoked() == ["relay-3"]
+
+
+def test_no_relay_is_forgotten_whose_certificate_could_be_valid_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_relays, "GONE_MAX", 1)
+    relays = book()
+    relays.leave(R, now=NOW)
+    with pytest.raises(TransportError, match="1 relays that have left") as refused:
+        relays.enter(MachineName("relay-2"), "s", now=NOW + 60)
+    assert refused.value.reason is Reason.LIMIT_EXCEEDED
+    assert relays.revoked() == [R]
+    relays.enter(MachineName("relay-2"), "s", now=NOW + MACHINE_TTL_S + 1000)
+    assert relays.revoked() == []

@@ -16,7 +16,7 @@ from agents.join_key import FILE_NAME
 from agents.machine_identity import FILE_NAME as IDENTITY_NAME
 from agents.relay_agent import RelayAgent, RelaySettings
 from agents.relay_folder import KNOWN_NAME, RelayFolder
-from mesh.errors import AuthenticationError, MeshError, StorageError
+from mesh.errors import AuthenticationError, MeshError, StorageError, TransportError
 from mesh.ids import MachineName
 from mesh.net.tokens import JoinToken
 from tests.mesh_head_world import HeadWorld, head_world
@@ -133,6 +133,18 @@ async def test_of_two_copies_that_ask_at_once_one_is_in(
     with pytest.raises(AuthenticationError, match="Somebody else has come back"):
         await head.way(tmp_path / "m")._asking.ask()
     assert list(head.desk.places())[1:] == [second.name]
+
+
+async def test_an_answer_that_is_lost_again_and_again_is_asked_for_at_the_pace_of_who_comes_back(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.mesh_machines.RETURNS_MAX", 2)
+    token = await head.token()
+    for _ in range(2):
+        with lost_answers(head, monkeypatch):
+            await as_machine(head, tmp_path / "m", token)
+    with pytest.raises(TransportError, match="too often"):
+        await as_machine(head, tmp_path / "m", token)
 
 
 async def test_who_has_come_back_as_another_has_used_its_token_up(

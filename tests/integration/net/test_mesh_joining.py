@@ -18,6 +18,7 @@ from agents.gateway_keeper import GatewayKeeper
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from agents.mesh_heard import JoinAnswer, MeshNewsHeard
+from agents.mesh_ports import free_ports
 from coordinator.mesh_machines import HEAD
 from mesh.client import connect
 from mesh.errors import (
@@ -393,6 +394,45 @@ async def test_a_machine_cannot_have_the_head_look_around(
         with pytest.raises(TransportError, match="too often") as raised:
             await api.call("POST", path, body=body, repeat_s=0.0)
         assert raised.value.reason is Reason.LIMIT_EXCEEDED
+
+
+async def test_a_machine_that_comes_back_under_another_name_is_still_the_one_that_asked_so_often(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that joined and asked, again and again, filled the queue in which all wait to be dialled."""
+    monkeypatch.setattr("coordinator.dial_back.ASKS_MAX", 2)
+    body: dict[str, Any] = {"addresses": [], "port": None, "seen_from": 0}
+    _, life = await joined(head, tmp_path / "m")
+    for _ in range(2):
+        await head.desk.reach(life.name, life.secret, **body)
+        _, life = await head.way(tmp_path / "m")._asking.ask()
+    with pytest.raises(TransportError, match="too often"):
+        await head.desk.reach(life.name, life.secret, **body)
+    _, other = await joined(head, tmp_path / "n")
+    await head.desk.reach(other.name, other.secret, **body)
+
+
+async def test_a_machine_that_comes_back_too_often_is_told_when_it_may_again(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.mesh_machines.RETURNS_MAX", 2)
+    await joined(head, tmp_path / "m")
+    await head.way(tmp_path / "m")._asking.ask()
+    way = head.way(tmp_path / "m")
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr(way, "_check_here", nothing)
+    way._ports = free_ports()
+    way._head_at = (("127.0.0.1", head.port),)  # it has been in: that the head has moved would be no help
+    with pytest.raises(
+        TransportError, match=r"machine-2 has come back too often\. .*again in \d+ s"
+    ) as raised:
+        await way.enter()
+    assert raised.value.reason is Reason.LIMIT_EXCEEDED
+    assert head.desk.revoked() == ["machine-1"]
+    await joined(head, tmp_path / "n")
 
 
 async def test_the_head_s_port_is_a_relay_too(head: HeadWorld, tmp_path: Path) -> None:
