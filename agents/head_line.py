@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from cryptography import x509
 
+from agents.mesh_heard import AuthorityShown
 from mesh.errors import AuthenticationError, RemoteProtocolError, SpecError, TransportError
 from mesh.http_transport import HttpTransport, checked_url
 from mesh.net.authority import fingerprint
@@ -27,6 +28,8 @@ from mesh.reasons import Reason
 
 HEAD_ADDRESSES_MAX = 4
 RESOLVE_LIMIT_S = 10.0
+STRANGER_BYTES_MAX = 1024 * 1024
+"""Of the answer of who may be anybody. A head's is a few certificates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +91,22 @@ async def ask_trust(head: HeadUrl, wanted: str) -> bytes:
         TransportError: no connection. RemoteProtocolError: this is no mesh port.
         AuthenticationError: another authority answers there; (ClockSkew) the clocks differ.
     """
+    async with _transport(head, "", context=stranger_context()) as api:
+        words = await api.call("GET", "/v1/authority", repeat_s=0.0, bytes_max=STRANGER_BYTES_MAX)
     try:
-        async with _transport(head, "", context=stranger_context()) as api:
-            answer = await api.call("GET", "/v1/authority", repeat_s=0.0)
-            bundle, clock = str(answer["bundle"]), float(answer["clock"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RemoteProtocolError(f"What answers at {head.url} is no mesh port: {error!r}.") from error
-    found = authority_of(bundle.encode(), wanted)
+        shown = AuthorityShown.read(words)
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"What answers at {head.url} is no mesh port: {error.message}") from error
+    found = authority_of(shown.bundle_pem, wanted)
     if found is None:
         raise AuthenticationError(
             f"What answers at {head.url} is not the head that made this token: its authority is another one.",
             hint="Is the address right? If it is, somebody may be in between. A new token: `mesh token create`.",
         )
     ours = wall_clock()
-    if is_skewed(ours=ours, theirs=clock):
+    if is_skewed(ours=ours, theirs=shown.clock):
         raise AuthenticationError(
-            f"{skew_text(ours=ours, theirs=clock, them='the head')} Certificates would not be valid.",
+            f"{skew_text(ours=ours, theirs=shown.clock, them='the head')} Certificates would not be valid.",
             hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
             reason=Reason.CLOCK_SKEW,
         )

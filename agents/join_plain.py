@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from agents.join import LEAVE_LOOK_S, Terms
 from agents.join_options import checked_grace, read_labels
+from agents.mesh_heard import answer_errors
 from agents.raylet import ADDRESS_LABEL
 from mesh import __version__
 from mesh.errors import SpecError
@@ -77,22 +77,23 @@ class PlainWay:
             "ray": version("ray"),
         }
         async with self._head() as head:
-            terms: dict[str, Any] = await head.call("POST", "/v1/machines/join", body=request)
-        cluster = terms["cluster"]
-        return Terms(
-            name=str(terms["name"]),
-            node_id=str(terms["nodeId"]),
-            session=str(cluster["session"]),
-            cluster_address=str(cluster["address"]),
-            cluster_id=str(cluster["id"]),
-            cluster_token=str(terms["clusterToken"]),
-            address=self._settings.address,
-            labels={
-                "provider": "joined",
-                **self._settings.labels,
-                ADDRESS_LABEL: self._settings.address,
-            },
-        )
+            terms = await head.call("POST", "/v1/machines/join", body=request)
+        with answer_errors():
+            cluster = terms["cluster"]
+            return Terms(
+                name=str(terms["name"]),
+                node_id=str(terms["nodeId"]),
+                session=str(cluster["session"]),
+                cluster_address=str(cluster["address"]),
+                cluster_id=str(cluster["id"]),
+                cluster_token=str(terms["clusterToken"]),
+                address=self._settings.address,
+                labels={
+                    "provider": "joined",
+                    **self._settings.labels,
+                    ADDRESS_LABEL: self._settings.address,
+                },
+            )
 
     async def until_over(self) -> str:
         """Never: the raylet's end says it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
 
 HEAD = MachineName("head")
+WORDS_MAX = 200
+"""Of what was wrong with an answer, in characters: it may hold the answer."""
 
 
 @contextlib.contextmanager
@@ -20,8 +23,26 @@ def answer_errors() -> Iterator[None]:
     """Raises RemoteProtocolError for what reading an answer raises that lacks something, or has something else."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise RemoteProtocolError(f"The head's answer is none: {error!r}.") from error
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        raise RemoteProtocolError(f"The head's answer is none: {repr(error)[:WORDS_MAX]}.") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthorityShown:
+    """What a head says to who has never heard of it. Anybody may say that: it is to be compared with a fingerprint."""
+
+    bundle_pem: bytes
+    clock: float
+    """Seconds since 1970."""
+
+    @classmethod
+    def read(cls, words: Any) -> AuthorityShown:
+        """Raises RemoteProtocolError."""
+        with answer_errors():
+            clock = float(words["clock"])
+            if not math.isfinite(clock):
+                raise ValueError("its clock shows no time")
+            return cls(bundle_pem=str(words["bundle"]).encode(), clock=clock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

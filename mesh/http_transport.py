@@ -6,6 +6,7 @@ Rules of this file:
    error, rebuilt. What is neither is a `RemoteProtocolError`: something else answered at this address.
 3. `call` repeats while the server is out of reach or says 503, for a bounded time; so it is only for requests
    that may take effect twice. A local deployment whose process is gone is not waited for.
+4. Who answers may be anybody: no answer is read beyond its limit, and none sends this client elsewhere.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ FIRST_REPEAT_LIMIT_S = 2.0
 SILENCE_LIMIT_S = 35.0
 """A stream's heartbeat comes every 10 s; after three lost ones the connection is taken for dead."""
 ITEM_BYTES_MAX = 16 * 1024 * 1024
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+"""Far above what an API says in one answer: what never ends shall not fill this machine's memory."""
 BACKOFF_FIRST_S = 0.1
 BACKOFF_LONGEST_S = 3.0
 
@@ -158,6 +161,7 @@ class HttpTransport:
         headers: Mapping[str, str] | None = None,
         limit_s: float = CALL_LIMIT_S,
         repeat_s: float = REPEAT_LIMIT_S,
+        bytes_max: int = ANSWER_BYTES_MAX,
     ) -> Any:
         """The JSON that comes back. `limit_s` bounds one try, `repeat_s` all repeats after the first failure.
 
@@ -165,6 +169,7 @@ class HttpTransport:
             MeshError: what the API answered.
             TransportError: no connection, for as long as was tried.
             MeshTimeoutError: no answer within `limit_s`.
+            RemoteProtocolError: what answers is no API, or says more than `bytes_max`.
         """
         patience_s = repeat_s if self._has_answered else min(repeat_s, FIRST_REPEAT_LIMIT_S)
         backoff = Backoff(patience_s=patience_s)
@@ -173,7 +178,7 @@ class HttpTransport:
             sent["Content-Type"] = "application/json"
         while True:
             try:
-                return await self._call_once(method, path, query, body, sent, limit_s)
+                return await self._call_once(method, path, query, body, sent, limit_s, bytes_max)
             except TransportError as error:
                 gone = self._fate()
                 if gone is not None:
@@ -188,6 +193,7 @@ class HttpTransport:
         body: Any,
         headers: Mapping[str, str],
         limit_s: float,
+        bytes_max: int,
     ) -> Any:
         import aiohttp
 
@@ -200,10 +206,11 @@ class HttpTransport:
                     params=_query(query),
                     data=_payload(body),
                     headers=headers,
+                    allow_redirects=False,
                     **self._tls,
                 ) as response,
             ):
-                return self._answer(response.status, await response.read())
+                return self._answer(response.status, await self._read(response, bytes_max))
         except aiohttp.ConnectionTimeoutError as error:  # nothing was asked yet
             raise self._describe(error) from error
         except TimeoutError as error:
@@ -225,13 +232,18 @@ class HttpTransport:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S, sock_read=SILENCE_LIMIT_S)
         try:
             response = await self._opened().get(
-                self.url + path, params=_query(query), headers=headers or {}, timeout=limits, **self._tls
+                self.url + path,
+                params=_query(query),
+                headers=headers or {},
+                timeout=limits,
+                allow_redirects=False,
+                **self._tls,
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self.gone_or(self._describe(error)) from error
         try:
-            if response.status >= 400:
-                self._answer(response.status, await response.read())
+            if response.status >= 300:
+                self._answer(response.status, await self._read(response, ANSWER_BYTES_MAX))
             yield HttpStream(response, self._describe)
         finally:
             response.close()
@@ -261,13 +273,21 @@ class HttpTransport:
             url=self.url,
         )
 
+    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > bytes_max:
+                raise RemoteProtocolError(f"What answers at {self.url} says more than {bytes_max} bytes.")
+        return bytes(body)
+
     def _answer(self, status: int, body: bytes) -> Any:
         self._has_answered = True
         try:
             data = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._stranger(status) from error
-        if status < 400:
+        if status < 300:
             return data
         described = data.get("error") if isinstance(data, dict) else None
         if not isinstance(described, dict):
@@ -278,7 +298,7 @@ class HttpTransport:
         if status in (502, 503, 504):
             return TransportError(f"Something between here and {self.url} answered with status {status}.")
         return RemoteProtocolError(
-            f"What answers at {self.url} is no gangmesh API (status {status}, no JSON).",
+            f"What answers at {self.url} is no gangmesh API (status {status}, and nothing that an API says).",
             hint="Check the address.",
             reason=Reason.PROTOCOL,
         )

@@ -15,7 +15,7 @@ def item_of(text: bytes | str) -> dict[str, Any]:
     """Raises RemoteProtocolError."""
     try:
         item = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RemoteProtocolError("The server sent an item that is no JSON.") from error
     if not isinstance(item, dict):
         raise RemoteProtocolError("The server sent an item that is no object.")

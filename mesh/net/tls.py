@@ -65,7 +65,7 @@ def authority_context(authority_pem: bytes) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_STRICT | _NO_TIMES
     try:
         context.load_verify_locations(cadata=authority_pem.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError) as error:
+    except (ssl.SSLError, ValueError) as error:
         raise AuthenticationError(f"This is no certificate of an authority: {error}.") from error
     return context
 
@@ -96,7 +96,7 @@ def _context(side: int, credentials: Credentials, *, asks_for_certificate: bool 
             context.load_cert_chain(f"/proc/self/fd/{memory}")
         finally:
             os.close(memory)
-    except (ssl.SSLError, UnicodeDecodeError) as error:
+    except (ssl.SSLError, ValueError) as error:
         raise AuthenticationError(
             f"Certificate, key and authority do not make a TLS identity: {error}."
         ) from error

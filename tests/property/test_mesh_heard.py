@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from agents.mesh_heard import JoinAnswer, MeshNewsHeard, RelayNewsHeard
-from mesh.errors import RemoteProtocolError
+from agents.mesh_heard import AuthorityShown, JoinAnswer, MeshNewsHeard, RelayNewsHeard
+from mesh.errors import MeshError, RemoteProtocolError
+from mesh.http_transport import HttpTransport
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -29,7 +31,8 @@ JOINED: dict[str, Any] = {
     "name": "m", "number": 2, "secret": "s", "nodeId": "n", "deployment": "d", "certificate": "pem",
     "cluster": {"session": "s", "address": "a", "id": "i"}, "clusterToken": "t", "news": NEWS,
 }  # fmt: skip
-READERS = [(MeshNewsHeard, NEWS), (RelayNewsHeard, NEWS), (JoinAnswer, JOINED)]
+SHOWN: dict[str, Any] = {"bundle": "pem", "clock": 1.0}
+READERS = [(AuthorityShown, SHOWN), (MeshNewsHeard, NEWS), (RelayNewsHeard, NEWS), (JoinAnswer, JOINED)]
 
 
 @pytest.mark.parametrize(("heard", "good"), READERS)
@@ -78,3 +81,22 @@ def _with_one_other(data: st.DataObject, words: Any) -> Any:
 def test_what_json_can_say_and_no_head_means(words: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError):
         JoinAnswer.read(words)
+
+
+@given(body=st.binary() | anything.map(lambda words: json.dumps(words).encode()) | st.just(b"[" * 10_000))
+@pytest.mark.parametrize("status", [200, 302, 404, 503])
+def test_whatever_the_bytes_are_an_answer_is_read_or_an_error_of_ours(body: bytes, status: int) -> None:
+    http = HttpTransport(url="https://head.test:1", token="", fate=lambda: None)
+    with contextlib.suppress(MeshError):
+        AuthorityShown.read(http._answer(status, body))
+
+
+@given(
+    error=st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("error", "reason", "message", "hint", "details"), anything)
+    )
+)
+def test_whatever_an_error_says_it_is_one_of_ours(error: dict[str, Any]) -> None:
+    http = HttpTransport(url="https://head.test:1", token="", fate=lambda: None)
+    with pytest.raises(MeshError):
+        http._answer(500, json.dumps({"error": error}).encode())
