@@ -35,6 +35,7 @@ from agents.raylet import LOOPBACK, MESH_RAY_SETTINGS
 from coordinator import leftovers
 from coordinator.deployment import GpuShape, StateFolder, state_errors
 from coordinator.head_parts import HeadActors, HeadLogs, StoppableService
+from coordinator.insistence import for_ever
 from coordinator.listen import reached_at, url_of
 from coordinator.machine_keeper import MachineKeeper
 from coordinator.mesh_head import MeshHead
@@ -364,31 +365,29 @@ class Head:
 
     async def _look_for_dead(self, provider: LocalProvider, service: StoppableService) -> None:
         """A raylet that stands still is alive for its parent, and dead for Ray. One that is to leave ends once free."""
-        while True:
+
+        async def look() -> None:
             await asyncio.sleep(HOUSEKEEPING_S)
-            try:
-                for machine in await service.list_machines():
-                    if machine["name"] not in provider.machines:
-                        continue
-                    if machine["state"] == "Leaving" and machine["run"] is None:
-                        _log.info(
-                            "The machine %s was wanted back, and is free: it is ended.", machine["name"]
-                        )
-                        await provider.retire(machine["name"])
-                    elif machine["state"] == "Lost":
-                        _log.warning(
-                            "The machine %s does not answer: Ray holds it for dead.", machine["name"]
-                        )
-                        await provider.node_lost(machine["name"], "it does not answer")
-            except MeshError as error:
-                _log.info("the machines cannot be looked at now: %s", error)
+            for machine in await service.list_machines():
+                if machine["name"] not in provider.machines:
+                    continue
+                if machine["state"] == "Leaving" and machine["run"] is None:
+                    _log.info("The machine %s was wanted back, and is free: it is ended.", machine["name"])
+                    await provider.retire(machine["name"])
+                elif machine["state"] == "Lost":
+                    _log.warning("The machine %s does not answer: Ray holds it for dead.", machine["name"])
+                    await provider.node_lost(machine["name"], "it does not answer")
+
+        await for_ever(look, what="looking for dead machines")
 
     async def _keep_house(self) -> None:
-        while True:
+        async def look() -> None:
             await asyncio.sleep(HOUSEKEEPING_S)
             self._housekeeping()
             if not await asyncio.to_thread(lambda: self._state.is_ours):
                 self.stop("the state folder is gone, and with it every way to this deployment")
+
+        await for_ever(look, what="housekeeping")
 
     def _spawn_task(self, work: Any, name: str) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)

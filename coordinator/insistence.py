@@ -1,4 +1,4 @@
-"""Asking again until it is done, with pauses that double up to a limit."""
+"""Asking again until it is done, or for ever, with pauses that double up to a limit."""
 
 from __future__ import annotations
 
@@ -38,6 +38,21 @@ async def insist(call: Callable[[], Awaitable[T]]) -> T:
             _log.warning("trying again in %.1f s: %s", delay_s, error, exc_info=None if may_pass else error)
         await asyncio.sleep(delay_s)
     raise AssertionError("the delays are endless")
+
+
+async def for_ever(turn: Callable[[], Awaitable[None]], *, what: str) -> None:
+    """One turn after the other, until it is cancelled. One that fails is told of by `what`, and is not the last."""
+    waits = delays()
+    while True:
+        try:
+            await turn()
+        except Exception as error:  # noqa: BLE001 - the guard: nobody would begin again what has to go on for ever
+            delay_s = next(waits)
+            is_told = error if not isinstance(error, MeshError) else None
+            _log.warning("%s: failed, again in %.1f s: %s", what, delay_s, error, exc_info=is_told)
+            await asyncio.sleep(delay_s)
+        else:
+            waits = delays()
 
 
 async def discard(call: Awaitable[object]) -> None:

@@ -8,6 +8,7 @@ Rules of this file:
 1. Whatever the desk changes, the gateway is told: places and revocations, the newest only.
 2. A machine that Ray holds for dead, or that was never heard of, is given up, and its certificate revoked.
 3. Certificates of the head itself are replaced long before they end.
+4. What has to go on for ever goes on after a fault, of ours too: runs go on meanwhile, so the head does not end.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from agents.gateway_wire import (
 from agents.mesh_ports import MeshPorts
 from agents.raylet_process import NODE_ID_BYTES
 from coordinator.deployment import StateFolder
+from coordinator.insistence import for_ever
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MeshBooks
 from coordinator.mesh_desk import ClusterFacts, MeshDesk
@@ -59,8 +61,6 @@ JOIN_LIMIT_S = 90.0
 """From being told its name until a machine is known to Ray."""
 LOOK_S = 2.0
 RENEW_EVERY_S = 12 * 3600.0
-CERTIFICATES_AGAIN_S = 60.0
-"""After what failed."""
 LAST_REPORT_LIMIT_S = 3.0
 GATEWAY_FOLDER = "g"
 
@@ -160,16 +160,16 @@ class MeshHead:
 
     async def look_for_lost(self, list_machines: Callable[[], Coroutine[Any, Any, list[Machine]]]) -> None:
         """For ever: rule 2."""
-        while True:
+
+        async def look() -> None:
             await asyncio.sleep(LOOK_S)
-            try:
-                seen = await list_machines()
-                lost = [machine["name"] for machine in seen if machine["state"] == "Lost"]
-                known = {machine["name"] for machine in seen}
-                never = [n for n in self.desk.unheard(older_than_s=JOIN_LIMIT_S) if n not in known]
-                await self.desk.give_up([*lost, *never])
-            except MeshError as error:
-                _log.info("the machines cannot be looked at now: %s", error)
+            seen = await list_machines()
+            lost = [machine["name"] for machine in seen if machine["state"] == "Lost"]
+            known = {machine["name"] for machine in seen}
+            never = [n for n in self.desk.unheard(older_than_s=JOIN_LIMIT_S) if n not in known]
+            await self.desk.give_up([*lost, *never])
+
+        await for_ever(look, what="looking for lost machines")
 
     # ---- what the desk needs ----------------------------------------------------------------------
 
@@ -213,15 +213,16 @@ class MeshHead:
     # ---- inside -----------------------------------------------------------------------------------
 
     async def _keep_told(self) -> None:
-        while True:
+        async def tell() -> None:
             await self._news.wait()
             self._news.clear()
             try:
                 await self._tell_news()
-            except MeshError as error:
-                _log.error("the gateway was not told: %s", error)
+            except BaseException:
                 self._news.set()
-                await asyncio.sleep(LOOK_S)
+                raise
+
+        await for_ever(tell, what="news for the gateway")
 
     async def _tell_news(self) -> None:
         await self._gateway.tell(SetMachines(machines=self.desk.places()))
@@ -236,13 +237,13 @@ class MeshHead:
 
     async def _keep_relays(self) -> None:
         """Looks who is silent, and enters what the head's own relay has carried."""
-        while True:
+
+        async def look() -> None:
             await asyncio.sleep(LOOK_S)
             self.desk.relays.look()
-            try:
-                await self._enter_own_report()
-            except MeshError as error:
-                _log.warning("what the head's relay carried is not known yet: %s", error)
+            await self._enter_own_report()
+
+        await for_ever(look, what="looking after relays")
 
     async def _enter_own_report(self) -> None:
         answer = await self._gateway.ask(self._take_report)
@@ -254,17 +255,17 @@ class MeshHead:
     async def _keep_certificates(self) -> None:
         """Rule 3; at once, too, when others are to be trusted."""
         renewed_at, trusted = time.monotonic(), self._authority.bundle_pem()
-        while True:
+
+        async def look() -> None:
+            nonlocal renewed_at, trusted
             await asyncio.sleep(LOOK_S)
-            try:
-                await self.desk.rotation.advance()
-                now_trusted = self._authority.bundle_pem()
-                if now_trusted != trusted or time.monotonic() - renewed_at >= RENEW_EVERY_S:
-                    await self._tell_certificates()
-                    renewed_at, trusted = time.monotonic(), now_trusted
-            except MeshError as error:  # there are more such periods in a certificate's life
-                _log.error("the gateway did not get new certificates: %s", error)
-                await asyncio.sleep(CERTIFICATES_AGAIN_S)
+            await self.desk.rotation.advance()
+            now_trusted = self._authority.bundle_pem()
+            if now_trusted != trusted or time.monotonic() - renewed_at >= RENEW_EVERY_S:
+                await self._tell_certificates()
+                renewed_at, trusted = time.monotonic(), now_trusted
+
+        await for_ever(look, what="certificates")
 
     async def _tell_certificates(self) -> None:
         await self._gateway.tell(SetIdentity(credentials=self._authority.machine_credentials(HEAD)))
