@@ -1,7 +1,8 @@
 """What the network between the machines that there are means for a run, before it is paid for. Pure.
 
 Rules of this file:
-1. Two machines are asked about by the path that they would have in the run: the best that its spec admits.
+1. Asked about are two machines that the run could get together: each has the accelerators that it needs, and their
+   providers are not apart (`offered` in what checks have found). Their path is the best that its spec admits.
 2. Told is what leaves a trusted network: every path but `private`, and that one too between two places.
 3. A figure is what a check has measured between the two providers over that path, else there is none. For `public`,
    `direct` is good enough: the same wire with encryption on it, so that in the clear is no slower.
@@ -43,13 +44,29 @@ def path_estimates(
     by_pair: dict[Pair, ProviderPath] = {
         ((path["providers"][0], path["providers"][1]), path["path"]): path for path in known
     }
-    return [_estimate(pair, by_pair) for pair in sorted(_possible(plan, machines))]
+    apart = _apart(by_pair)
+    possible = _possible(plan, machines)
+    return [_estimate(pair, by_pair) for pair in sorted(possible) if pair[0] not in apart]
+
+
+def _apart(known: Mapping[Pair, ProviderPath]) -> set[tuple[str, str]]:
+    """Two providers of which no path is offered."""
+    offered = {providers for (providers, _), path in known.items() if path["offered"]}
+    return {providers for providers, _ in known} - offered
+
+
+def _can_have(plan: RunPlan, machine: Machine) -> bool:
+    """As `coordinator.fleet.matches`."""
+    gpus = machine["gpus"]
+    if machine["state"] in ("Lost", "Leaving") or gpus["count"] < plan.gpus_per_node:
+        return False
+    return not plan.gpus_per_node or not plan.gpu_types or gpus["type"] in plan.gpu_types
 
 
 def _possible(plan: RunPlan, machines: Iterable[Machine]) -> set[Pair]:
-    """Rules 1 and 2."""
+    """Rules 1 and 2, but for what is apart."""
     policy = plan.transport_policy if plan.nodes <= RELAYED_MEMBERS_MAX else TransportPolicy.DIRECT
-    there = [_facts(machine) for machine in machines if machine["state"] not in ("Lost", "Leaving")]
+    there = [_facts(machine) for machine in machines if _can_have(plan, machine)]
     kinds = Counter(_kind(facts) for facts in there)
     one_of = {_kind(facts): facts for facts in there}
     most = [kind for kind, _ in kinds.most_common(KINDS_MAX)]

@@ -32,11 +32,12 @@ def machine(
     private: str | None = None,
     public: str | None = None,
     state: str = "Ready",
+    gpus: tuple[str | None, int] = (None, 0),
 ) -> Machine:
     labels = {"region": region} | ({} if provider is None else {"provider": provider})
     return {
         "name": name, "address": "198.19.0.1", "labels": labels, "state": state, "run": None, "waitsFor": None,
-        "gpus": {"type": None, "count": 0},
+        "gpus": {"type": gpus[0], "count": gpus[1]},
         "network": {
             "dialable": dialable, "privateNetwork": private, "privateAddress": "10.0.0.1" if private else None,
             "publicAddress": public,
@@ -49,10 +50,12 @@ def plan(
     *,
     network: NetworkScope = NetworkScope.GLOBAL,
     transport: TransportPolicy = TransportPolicy.AUTO,
+    gpus: int = 0,
+    gpu_types: tuple[str, ...] = (),
 ) -> RunPlan:
     return RunPlan(
         name=RunName("job"), command=("true",), nodes=nodes, launcher=LauncherKind.PLAIN, network=network,
-        transport_policy=transport,
+        transport_policy=transport, gpus_per_node=gpus, gpu_types=gpu_types,
     )  # fmt: skip
 
 
@@ -110,6 +113,34 @@ def test_places_that_the_run_may_not_span_are_left_out() -> None:
         (["aws", "gcp"], "direct", None)
     ]
     assert path_estimates(plan(network=NetworkScope.COLOCATED), [AWS, far, near], []) == []
+
+
+def test_machines_that_the_run_cannot_use_are_left_out() -> None:
+    """A run for eight H100 was told of a link between machines without any."""
+    there = [
+        machine("a", "aws", gpus=("H100", 8)), machine("g", "gcp", gpus=("H100", 8)), machine("c", "cpu"),
+        machine("h", "half", gpus=("H100", 4)), machine("o", "other", gpus=("A100", 8)),
+        machine("u", "untyped", gpus=(None, 8)),
+    ]  # fmt: skip
+    assert ways(path_estimates(plan(gpus=8, gpu_types=("H100",)), there, [])) == [
+        (["aws", "gcp"], "direct", None)
+    ]
+    of_any = {name for e in path_estimates(plan(gpus=8), there, []) for name in e["providers"]}
+    assert of_any == {"aws", "gcp", "other", "untyped"}
+    assert len(path_estimates(plan(gpu_types=("H100",)), there, [])) == 15
+
+
+def test_providers_that_are_apart_are_left_out_and_come_back_when_a_check_has_passed() -> None:
+    apart = [
+        PathLine(providers=("aws", "gcp"), path=path, failed=2, failed_at=1.7e9)
+        for path in ("direct", "relayed")
+    ]
+    known = [path_resource(line, parameters=7e9, members=2) for line in apart]
+    assert ways(path_estimates(plan(), [AWS, GCP, machine("h", "home")], known)) == [
+        (["aws", "home"], "direct", None),
+        (["gcp", "home"], "direct", None),
+    ]
+    assert path_estimates(plan(), [AWS, GCP], [known[0], measured("aws", "gcp", "relayed")]) != []
 
 
 def test_a_trusted_network_in_one_place_is_nothing_to_wait_for() -> None:
