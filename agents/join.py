@@ -38,6 +38,7 @@ from agents.raylet_process import (
     RAYLET_GRACE_S,
     find_install,
     log_tail,
+    open_directory,
     or_end,
     prepare,
     start_limit,
@@ -241,11 +242,9 @@ class _Agent:
         )
 
     async def _start(self, node: RayNode, terms: Terms) -> Child:
-        """Returns when the node is part of the cluster. Raises DeploymentError, MeshTimeoutError."""
+        """Returns when the node is part of the cluster. Raises DeploymentError, MeshTimeoutError, TransportError."""
         assert self._install is not None
         install = await self._install
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
         descriptor = os.open(self._state.cluster_token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(terms.cluster_token)
@@ -259,9 +258,9 @@ class _Agent:
         )
         try:
             async with start_limit(f"{node.name} to join Ray"):
-                client = await or_end(raylet, asyncio.to_thread(GcsClient, address=address))
-                await or_end(raylet, until_alive(client, node.node_id))
-        except MeshError:
+                client = await or_end(raylet, open_directory(address))
+                await or_end(raylet, until_alive(client, node.node_id, where=address))
+        except BaseException:
             await raylet.stop(grace_s=0.0)
             raise
         return raylet

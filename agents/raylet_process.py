@@ -11,14 +11,14 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agents.child import Child
 from agents.raylet import PORTS_TOLD, RayInstall, RayNode
-from mesh.errors import DeploymentError, MeshTimeoutError
+from mesh.errors import DeploymentError, MeshTimeoutError, TransportError
 from mesh.reasons import Reason
 
 START_LIMIT_S = 60.0
@@ -99,10 +99,33 @@ def prepare(node: RayNode) -> None:
         persist_port(str(node.folder), node.node_id, name, port)
 
 
-async def until_alive(client: Any, node_id: str) -> None:
-    """Returns when Ray's directory knows the node. There is nothing to wait on, so it looks again and again."""
+@contextlib.contextmanager
+def directory_errors(where: str) -> Iterator[None]:
+    """Raises TransportError for what Ray raises when its directory does not answer, or not any more."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, RuntimeError) as error:
+        raise TransportError(f"Ray's directory at {where} does not answer: {error}") from error
+
+
+async def open_directory(address: str) -> Any:
+    """`ray._raylet.GcsClient`; its calls block. Raises TransportError."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    with directory_errors(address):
+        return await asyncio.to_thread(GcsClient, address=address)
+
+
+async def until_alive(client: Any, node_id: str, *, where: str) -> None:
+    """Returns when Ray's directory knows the node. There is nothing to wait on, so it looks again and again.
+
+    Raises TransportError.
+    """
     while True:
-        nodes = await asyncio.to_thread(client.get_all_node_info)
+        with directory_errors(where):
+            nodes = await asyncio.to_thread(client.get_all_node_info)
         if any(key.hex() == node_id and info.state == _NODE_ALIVE for key, info in nodes.items()):
             return
         await asyncio.sleep(LOOK_S)

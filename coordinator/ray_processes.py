@@ -170,7 +170,7 @@ class RayProcesses:
         cluster.node_ids[node.name] = node.node_id
         self._watch(child, node.logs / "raylet.err")
         async with start_limit(f"{node.name} to join Ray"):
-            await or_end(child, until_alive(cluster.client, node.node_id))
+            await or_end(child, until_alive(cluster.client, node.node_id, where=cluster.address))
 
     def _running(self) -> _Cluster:
         if self._cluster is None:

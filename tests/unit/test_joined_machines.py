@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RpcError
 
 from agents import join
+from agents.child import Child, spawn
 from agents.join_plain import JoinSettings, PlainWay
 from agents.machine_folder import FOLDER_VARIABLE, machine_folder, note_environment, owner_environment
 from agents.machine_state import machine_state
+from agents.raylet import RayInstall
 from coordinator.deployment import StateFolder
 from coordinator.providers.joined import JoinedMachines
 from coordinator.ray_processes import ClusterTerms
@@ -163,3 +166,43 @@ async def test_an_agent_that_has_joined_before_outlasts_what_may_pass(
         else:
             with pytest.raises(type(fault)):
                 await agent._join_again_and_again()
+
+
+@pytest.mark.parametrize("dies", ["before it is asked", "while it is asked"])
+@pytest.mark.parametrize("fault", [RpcError("Timed out while waiting for GCS."), RuntimeError("closed")])
+async def test_a_directory_that_goes_away_while_a_machine_rejoins_may_pass_too_and_no_raylet_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, dies: str
+) -> None:
+    """Ray raises errors of its own then: seen with an address at which nothing listens."""
+
+    class Directory:
+        def __init__(self, *, address: str) -> None:
+            if dies == "before it is asked":
+                raise fault
+
+        def get_all_node_info(self) -> object:
+            raise fault
+
+    monkeypatch.setattr(ray._raylet, "GcsClient", Directory)
+    monkeypatch.setattr(join, "prepare", lambda node: node.logs.mkdir(parents=True))
+    monkeypatch.setattr(join, "raylet_command", lambda *_, **__: ["sleep", "60"])
+    started: list[Child] = []
+    monkeypatch.setattr(join, "spawn", lambda *a, **k: started.append(spawn(*a, **k)) or started[-1])
+    settings = JoinSettings(head="http://h:1", token="t", address="10.1.2.3", labels={}, grace_s=5.0)
+    terms = join.Terms(
+        name="machine-1",
+        node_id="n" * 56,
+        session="s",
+        cluster_address="10.1.2.2:6379",
+        cluster_id="c",
+        cluster_token="t",
+        address="10.1.2.3",
+        labels={},
+    )
+    with machine_state(tmp_path / "m") as state:
+        agent = join._Agent(PlainWay(settings), state, grace_s=5.0)
+        agent._install = asyncio.get_running_loop().create_future()
+        agent._install.set_result(RayInstall(ray=tmp_path, python="python", commit=""))
+        with pytest.raises(TransportError, match=r"10\.1\.2\.2:6379"):
+            await agent._start(agent._node(terms), terms)
+    assert [child.is_running for child in started] == [False]
