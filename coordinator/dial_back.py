@@ -5,9 +5,10 @@ own network, so the list could be a stranger's way to look around there. What is
 (rule 1), in number and in pace (rule 2), and only who answers there as that machine, by its certificate, is told of.
 
 Rules of this file:
-1. Dialled is the address that its connection comes from, and of those that it says: public ones, and private ones when
-   it comes from a private address itself. Never loopback, link-local (where clouds have their metadata), multicast,
-   the overlay, or the head's own; and no port but the one that it listens on.
+1. Dialled is the address that its connection comes from, whichever that is: who comes from there may look around there
+   by itself (from loopback on the head's own host). Of those that it says: public ones, and private ones when it comes
+   from a private address itself; never loopback, link-local (where clouds have their metadata), multicast, the overlay,
+   or the head's own. And no port but the one that it listens on.
 2. ADDRESSES_MAX at a time for one, ASKS_MAX in ASKS_WITHIN_S for one, under whatever names, ROUNDS_MAX at the same time
    for all, and the rest wait in a queue that has an end.
 """

@@ -27,7 +27,10 @@ OUTSIDE, INSIDE = "93.184.216.34", "192.168.7.7"
         (INSIDE, OUTSIDE, False),  # in the head's network that is somebody else
         (INSIDE, None, False),
         (INSIDE, "10.1.1.1", True),
-        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.1", True),  # on the head's own host
+        ("10.0.0.1", "10.0.0.1", True),
+        ("fe80::1%eth0", "fe80::1%eth0", True),
+        ("127.0.0.2", "127.0.0.1", False),
         ("127.0.0.1", INSIDE, False),
         ("::1", INSIDE, False),
         ("::ffff:127.0.0.1", INSIDE, False),
