@@ -162,7 +162,7 @@ class GatewayProcess:
                 case Forget():
                     self.gateway.forget(request.run)
                 case Revoke():
-                    self.gateway.revoke(request.revocations)
+                    self.gateway.revoke(request.machines)
                 case Offer():
                     self.gateway.offer(request.ports, deliver_to=request.deliver_to)
                 case SetRelays():

@@ -16,7 +16,7 @@ from typing import Any
 from mesh.errors import RemoteProtocolError
 from mesh.ids import Epoch, MachineName, Rank, RunUid
 from mesh.net.relay_client import RelayPlace
-from mesh.net.roster import MachinePlace, Machines, MemberPlace, Revocations, Roster
+from mesh.net.roster import MachinePlace, Machines, MemberPlace, Roster
 from mesh.net.tls import Credentials
 
 FRAME_BYTES_MAX = 4 * 1024 * 1024
@@ -58,7 +58,9 @@ class Forget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoke:
-    revocations: Revocations
+    """Whom nobody believes any more: these, and no others."""
+
+    machines: frozenset[MachineName]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +179,7 @@ def to_wire(request: Request) -> dict[str, Any]:
         case Forget():
             return words | {"run": request.run}
         case Revoke():
-            revoked = request.revocations
-            return words | {
-                "serials": sorted(f"{s:x}" for s in revoked.serials),
-                "machines": sorted(revoked.machines),
-            }
+            return words | {"machines": sorted(request.machines)}
         case Offer():
             return words | {"ports": sorted(request.ports), "deliver_to": list(request.deliver_to)}
         case SetRelays():
@@ -255,12 +253,7 @@ def _roster(words: Mapping[str, Any]) -> SetRoster:
 
 
 def _revocations(words: Mapping[str, Any]) -> Revoke:
-    return Revoke(
-        revocations=Revocations(
-            serials=frozenset(int(serial, 16) for serial in words["serials"]),
-            machines=frozenset(MachineName(name) for name in words["machines"]),
-        )
-    )
+    return Revoke(machines=frozenset(MachineName(name) for name in words["machines"]))
 
 
 def _relays(words: Mapping[str, Any]) -> SetRelays:

@@ -49,7 +49,7 @@ from mesh.net.paths import (
     TRANSPORT_LABEL,
 )
 from mesh.net.relay_client import RelayPlace
-from mesh.net.roster import MachinePlace, Revocations
+from mesh.net.roster import MachinePlace
 from mesh.net.shim.library import ShimPlace
 from mesh.net.tls import Credentials
 from mesh.reasons import Reason
@@ -305,7 +305,7 @@ class MeshWay:
         at = self._head_at
         places = {**news.machines, HEAD: MachinePlace(gateway=at, overlay=news.machines[HEAD].overlay)}
         await gateway.tell(SetMachines(machines=places))
-        await gateway.tell(Revoke(revocations=Revocations(machines=news.revoked)))
+        await gateway.tell(Revoke(machines=news.revoked))
         own = RelayPlace(machine=HEAD, addresses=at, is_gateway=True)
         await gateway.tell(SetRelays(places=(*news.relays, own)))
 

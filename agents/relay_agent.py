@@ -57,7 +57,6 @@ from mesh.net.identity import RelayIdentity
 from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.relay_outbox import report_out
-from mesh.net.roster import Revocations
 from mesh.net.tokens import JoinToken
 from mesh.reasons import Reason
 
@@ -122,7 +121,7 @@ class RelayAgent:
             limits=RelayLimits(streams_per_machine_max=STREAMS_PER_MACHINE_MAX),
         )
         relay.set_identity(known.credentials)
-        relay.revoke(_revocations(known.revoked))
+        relay.revoke(_names(known.revoked))
         with port_errors(*self._settings.listen):
             relay.start(listen_on=(self._settings.listen,))
         try:
@@ -283,7 +282,7 @@ class RelayAgent:
         if news.revoked == known.revoked and news.bundle == known.bundle:
             return
         if self._relay is not None:  # at once, also where the disk does not take it
-            self._relay.revoke(_revocations(news.revoked))
+            self._relay.revoke(_names(news.revoked))
         await self._keep(revoked=news.revoked, bundle=news.bundle)
         if news.bundle != known.bundle:
             self._renew_now.set()
@@ -411,8 +410,8 @@ class RelayAgent:
         return head_api(self._settings.head, bundle_pem=known.bundle.encode(), secret=known.secret)
 
 
-def _revocations(names: list[str]) -> Revocations:
-    return Revocations(machines=frozenset(MachineName(name) for name in names))
+def _names(names: list[str]) -> frozenset[MachineName]:
+    return frozenset(MachineName(name) for name in names)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -50,7 +50,6 @@ from mesh.ids import MachineName
 from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 from mesh.net.relay_client import RelayPlace
 from mesh.net.relay_outbox import report_in
-from mesh.net.roster import Revocations
 from mesh.reasons import Reason
 from mesh.resources import Machine
 
@@ -226,8 +225,7 @@ class MeshHead:
 
     async def _tell_news(self) -> None:
         await self._gateway.tell(SetMachines(machines=self.desk.places()))
-        revoked = frozenset(self.desk.revoked())
-        await self._gateway.tell(Revoke(revocations=Revocations(machines=revoked)))
+        await self._gateway.tell(Revoke(machines=frozenset(self.desk.revoked())))
         if self._own_relay is not None:
             relays = [
                 RelayPlace(machine=name, addresses=addresses)

@@ -70,7 +70,6 @@ def read_certificate(pem: bytes) -> PeerCertificate:
         (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
         return PeerCertificate(
             identity=parse_identity(uri),
-            serial=certificate.serial_number,
             not_before=certificate.not_valid_before_utc.timestamp(),
             not_after=certificate.not_valid_after_utc.timestamp(),
         )

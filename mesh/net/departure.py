@@ -29,7 +29,6 @@ class Speaker:
     """A member on this machine, or the machine itself, as it shows itself to others."""
 
     identity: Identity
-    serial: int
     context: ssl.SSLContext
     deliver_to: tuple[str, ...]
     """Where it is reached on this machine, and so where it may have dialled from; empty for the machine."""
@@ -64,9 +63,7 @@ class Departure:
     def apply(self) -> None:
         """The gate knows something new: forgets members whose epoch is over, and who is at which address."""
         self._members = {
-            key: member
-            for key, member in self._members.items()
-            if self._gate.still_admits(member.identity, member.serial)
+            key: member for key, member in self._members.items() if self._gate.still_admits(member.identity)
         }
         self._by_address = {
             address: Destination(machine=name, member=None)
@@ -124,8 +121,7 @@ class Departure:
                 dialled = await self._dialler.dial(context=speaker.context, preface=preface)
         except Full:
             raise DialRefused(Refusal.STREAM_LIMIT, f"{self._gate.machine} has too many streams") from None
-        owners = ((speaker.identity, speaker.serial), (dialled.peer.identity, dialled.peer.serial))
-        self._streams.join(sock, dialled.channel, owners)
+        self._streams.join(sock, dialled.channel, (speaker.identity, dialled.peer.identity))
 
     def _speaker(self, destination: Destination, source: str) -> Speaker:
         """In whose name: of the destination's run the member with that address, or else the first rank here."""

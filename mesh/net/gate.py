@@ -23,7 +23,7 @@ from mesh.net.clock import SKEW_MAX_S, is_skewed, skew_text
 from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import MemberTarget, Preface
 from mesh.net.refusals import Refusal
-from mesh.net.roster import Revocations, Roster
+from mesh.net.roster import Roster
 
 WAIT_MAX_S = 5.0
 """How long a stream may be early."""
@@ -69,7 +69,8 @@ class Gate:
         """Ranks of the roster's epoch that are up on this machine, and the addresses that they are reached at."""
         self.floors: dict[RunUid, Epoch] = {}
         """The lowest epoch of a run that is not refused."""
-        self.revoked = Revocations()
+        self.revoked: frozenset[MachineName] = frozenset()
+        """Machines and relays that nobody believes any more, whatever their certificates say."""
         self.services: frozenset[int] = frozenset()
         """Ports of this machine itself that other machines may reach."""
         self._services_at: tuple[str, ...] = ()
@@ -116,8 +117,9 @@ class Gate:
         self.rosters.pop(run, None)
         self.hosted.pop(run, None)
 
-    def revoke(self, revocations: Revocations) -> None:
-        self.revoked = revocations
+    def revoke(self, names: frozenset[MachineName]) -> None:
+        """These, and no others."""
+        self.revoked = names
 
     def offer(self, ports: Iterable[int], *, deliver_to: tuple[str, ...]) -> None:
         """These ports of the machine itself, at these addresses of it, are open to other machines; no others."""
@@ -151,7 +153,7 @@ class Gate:
                 Refusal.OTHER_DEPLOYMENT,
                 f"This is the deployment {self.deployment}, not {identity.deployment}.",
             )
-        if peer.serial in self.revoked.serials or identity.machine in self.revoked.machines:
+        if identity.machine in self.revoked:
             return _no(Refusal.REVOKED, f"The certificate of {identity.uri} has been revoked.")
         if now > peer.not_after + SKEW_MAX_S:
             return self._wrong_time(Refusal.EXPIRED, peer, now=now, peer_clock=peer_clock)
@@ -159,9 +161,9 @@ class Gate:
             return self._wrong_time(Refusal.NOT_YET_VALID, peer, now=now, peer_clock=peer_clock)
         return None
 
-    def still_admits(self, identity: Identity, serial: int) -> bool:
+    def still_admits(self, identity: Identity) -> bool:
         """Whether a stream of this identity may go on. Times are not asked: a running stream outlives a certificate."""
-        if serial in self.revoked.serials or identity.machine in self.revoked.machines:
+        if identity.machine in self.revoked:
             return False
         if isinstance(identity, RelayIdentity):  # it has none of its own
             return False

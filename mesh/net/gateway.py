@@ -38,7 +38,7 @@ from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.relay_client import RelayPlace
 from mesh.net.relay_ways import RelayWays
-from mesh.net.roster import Machines, Revocations, Roster
+from mesh.net.roster import Machines, Roster
 from mesh.net.shim import addresses as shim_addresses
 from mesh.net.shim.table import ShimTable
 from mesh.net.sockets import has_ipv6, listen, original_target, prepare, reset
@@ -209,9 +209,7 @@ class Gateway:
             )
         server, client = server_context(credentials), client_context(credentials)
         self._server = server
-        self._departure.machine = Speaker(
-            identity=self.identity, serial=shown.serial, context=client, deliver_to=()
-        )
+        self._departure.machine = Speaker(identity=self.identity, context=client, deliver_to=())
 
     def set_machines(self, machines: Machines) -> None:
         """Where the machines of the deployment are."""
@@ -285,7 +283,7 @@ class Gateway:
         context = client_context(credentials)
         deliver_to = self._here(deliver_to)
         self.gate.host(member.run, member.epoch, member.rank, deliver_to=deliver_to)
-        speaker = Speaker(identity=member, serial=shown.serial, context=context, deliver_to=deliver_to)
+        speaker = Speaker(identity=member, context=context, deliver_to=deliver_to)
         self._departure.host(member.run, member.rank, speaker)
         self._apply()
 
@@ -299,10 +297,11 @@ class Gateway:
         self.gate.forget(run)
         self._apply()
 
-    def revoke(self, revocations: Revocations) -> None:
-        self.gate.revoke(revocations)
+    def revoke(self, names: frozenset[MachineName]) -> None:
+        """Nobody believes these, and no others: their streams are cut."""
+        self.gate.revoke(names)
         if self._carried is not None:
-            self._carried.revoke(revocations)
+            self._carried.revoke(names)
         self._apply()
 
     def _apply(self) -> None:

@@ -108,6 +108,5 @@ class PeerCertificate:
     """What a certificate that our authority signed says. Times are seconds since 1970."""
 
     identity: Identity
-    serial: int
     not_before: float
     not_after: float

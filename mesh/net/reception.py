@@ -34,7 +34,7 @@ from mesh.net.refusals import Refusal
 from mesh.net.relay import Relay
 from mesh.net.relay_words import Accept, Dial, Listen, decode_request, is_request
 from mesh.net.sockets import prepare, reset
-from mesh.net.streams import NO_SERIAL, Full, Streams
+from mesh.net.streams import Full, Streams
 
 PREFACE_LIMIT_S = 5.0
 TARGET_LIMIT_S = 5.0
@@ -137,8 +137,7 @@ class Reception:
         except Full:
             return Refused(reason=Refusal.STREAM_LIMIT, message=f"{self._gate.machine} has too many streams.")
         if is_told:
-            owners = ((peer.identity, peer.serial), (self._meant(preface), NO_SERIAL))
-            self._streams.join(target, channel, owners)
+            self._streams.join(target, channel, (peer.identity, self._meant(preface)))
         else:
             reset(target)
             channel.socket.close()

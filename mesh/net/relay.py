@@ -33,7 +33,6 @@ from mesh.net.preface import Answer, VersionError, encode_answer
 from mesh.net.refusals import Refusal
 from mesh.net.relay_book import Pair, RelayBook, RelayLimits
 from mesh.net.relay_words import TICKET_DIGITS, Accept, Dial, Incoming, Listen, decode_request, encode_words
-from mesh.net.roster import Revocations
 from mesh.net.sockets import hang_up, prepare, reset
 from mesh.net.splice import Joint, Pipes
 from mesh.net.tls import Credentials, server_context
@@ -54,8 +53,6 @@ class _Line:
     """The line of a machine."""
 
     channel: Channel
-    serial: int
-    """Of the certificate that it was opened with."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Who writes: two at a time would mix their records."""
 
@@ -94,8 +91,7 @@ class Relay:
         self._lines: dict[MachineName, _Line] = {}
         self._waiting: dict[str, _Waiting] = {}
         """By ticket."""
-        self._joints: dict[Joint, tuple[Pair, int]] = {}
-        """And the serial of the certificate that dialled it."""
+        self._joints: dict[Joint, Pair] = {}
         self._pipes = Pipes()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -133,14 +129,14 @@ class Relay:
             )
         self._server = server_context(credentials)
 
-    def revoke(self, revocations: Revocations) -> None:
+    def revoke(self, names: frozenset[MachineName]) -> None:
         """Their streams and their lines are cut."""
-        self.gate.revoke(revocations)
-        for joint, (pair, serial) in list(self._joints.items()):
-            if serial in revocations.serials or {pair.dialler, pair.target} & revocations.machines:
+        self.gate.revoke(names)
+        for joint, pair in list(self._joints.items()):
+            if {pair.dialler, pair.target} & names:
                 joint.cut()
         for machine, line in list(self._lines.items()):
-            if line.serial in revocations.serials or machine in revocations.machines:
+            if machine in names:
                 hang_up(line.channel.socket)
 
     def counters(self) -> dict[str, Any]:
@@ -220,7 +216,7 @@ class Relay:
         before = self._lines.get(machine)
         if before is not None:
             hang_up(before.channel.socket)
-        line = self._lines[machine] = _Line(channel, peer.serial)
+        line = self._lines[machine] = _Line(channel)
         try:
             if await self._answer(channel, None, ""):
                 await channel.read_exactly(1)  # nothing is ever said: this is its end
@@ -255,9 +251,9 @@ class Relay:
             del self._waiting[ticket]
             if other is None and waiting.accepted.done() and not waiting.accepted.cancelled():
                 reset(waiting.accepted.result().socket)  # it came in the same moment as the time-out
-        await self._splice(channel, other, pair, ticket, peer.serial)
+        await self._splice(channel, other, pair, ticket)
 
-    async def _splice(self, channel: Channel, other: Channel, pair: Pair, ticket: str, serial: int) -> None:
+    async def _splice(self, channel: Channel, other: Channel, pair: Pair, ticket: str) -> None:
         try:
             async with asyncio.timeout(LEAVE_LIMIT_S):
                 for leg in (channel, other):
@@ -285,7 +281,7 @@ class Relay:
             on_bytes=lambda amount: self.book.count(pair, amount),
             on_end=on_end,
         )
-        self._joints[joint] = (pair, serial)
+        self._joints[joint] = pair
         joint.start()
 
     async def _call(self, target: MachineName, ticket: str) -> None:

@@ -39,14 +39,6 @@ class Roster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revocations:
-    """Whom nobody believes any more, whatever their certificates say. Replaced as a whole."""
-
-    serials: frozenset[int] = frozenset()
-    machines: frozenset[MachineName] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MachinePlace:
     """Where a machine is."""
 

@@ -24,10 +24,8 @@ from mesh.net.sockets import reset
 LOOK_EVERY_S = 2.0
 """How late a reset is noticed on a side that is not read at the moment."""
 
-NO_SERIAL = 0
-"""Of an owner whose certificate has no part in the stream: it can end by roster, floor and machine only."""
-Owners = tuple[tuple[Identity, int], ...]
-"""Identity and certificate serial of everybody whose right to a stream can end."""
+Owners = tuple[Identity, ...]
+"""Everybody whose right to a stream can end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +131,7 @@ class Streams:
         self.changed = asyncio.Event()
 
     def _may_go_on(self, owners: Owners) -> bool:
-        return all(self._gate.still_admits(identity, serial) for identity, serial in owners)
+        return all(map(self._gate.still_admits, owners))
 
     def _look(self) -> None:
         for stream in list(self._running):

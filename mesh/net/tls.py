@@ -115,7 +115,6 @@ def peer_certificate(tls: ssl.SSLObject) -> PeerCertificate:
         raise AuthenticationError(f"The peer's certificate: {error}.") from error
     return PeerCertificate(
         identity=identity,
-        serial=int(shown["serialNumber"], 16),
         not_before=_seconds(shown["notBefore"]),
         not_after=_seconds(shown["notAfter"]),
     )

@@ -11,7 +11,7 @@ from mesh.net.gate import ENDED_RUNS_MAX, Admitted, Decision, Gate, NotYet, Refu
 from mesh.net.identity import Identity, PeerCertificate
 from mesh.net.preface import MemberTarget, Preface
 from mesh.net.refusals import Refusal
-from mesh.net.roster import MemberPlace, Revocations
+from mesh.net.roster import MemberPlace
 from tests.net_world import DEPLOYMENT, RUN, machine, member, roster
 
 NOW = 1_800_000_000.0
@@ -25,8 +25,8 @@ def gate(epoch: int = 2) -> Gate:
     return made
 
 
-def certificate(identity: Identity, *, serial: int = 5) -> PeerCertificate:
-    return PeerCertificate(identity=identity, serial=serial, not_before=NOW - 100, not_after=NOW + 100)
+def certificate(identity: Identity) -> PeerCertificate:
+    return PeerCertificate(identity=identity, not_before=NOW - 100, not_after=NOW + 100)
 
 
 def meant(
@@ -66,7 +66,7 @@ def test_a_floor_fences_also_a_run_that_is_not_here_any_more() -> None:
     at.raise_floor(RUN, Epoch(3))
     assert RUN not in at.rosters
     assert reason(admit(at, member(0, "a", epoch=2), meant())) is Refusal.STALE_EPOCH
-    assert not at.still_admits(member(0, "a", epoch=2), 5)
+    assert not at.still_admits(member(0, "a", epoch=2))
     with pytest.raises(FencedError):
         at.set_roster(roster(2))
     with pytest.raises(FencedError):
@@ -85,26 +85,25 @@ def test_only_ranks_of_this_machine_can_be_up_here() -> None:
 
 def test_a_member_that_was_replaced_within_the_epoch_loses_its_streams() -> None:
     at = gate()
-    assert at.still_admits(member(0, "a", epoch=2), 5)
+    assert at.still_admits(member(0, "a", epoch=2))
     at.set_roster(roster(2, on=("c", "b")))
-    assert not at.still_admits(member(0, "a", epoch=2), 5)
-    assert at.still_admits(member(0, "c", epoch=2), 5)
+    assert not at.still_admits(member(0, "a", epoch=2))
+    assert at.still_admits(member(0, "c", epoch=2))
     at.set_roster(roster(2, on=("c", "d")))
     assert isinstance(admit(at, member(0, "c", epoch=2), meant()), NotYet), "rank 1 is not here any more"
     at.set_roster(roster(2, on=("c", "b")))
     assert reason(admit(at, member(0, "a", epoch=2), meant())) is Refusal.UNKNOWN_MACHINE
 
 
-def test_revocation_is_by_serial_and_by_machine() -> None:
+def test_revocation_is_by_machine_of_itself_and_of_its_members() -> None:
     at = gate()
     who = member(0, "a", epoch=2)
-    at.revoke(Revocations(serials=frozenset({5})))
+    at.revoke(frozenset({MachineName("a")}))
     assert reason(admit(at, who, meant())) is Refusal.REVOKED
-    assert not at.still_admits(who, 5)
-    assert at.still_admits(who, 6)
-    at.revoke(Revocations(machines=frozenset({MachineName("a")})))
-    assert not at.still_admits(who, 6)
-    assert not at.still_admits(machine("a"), 7)
+    assert not at.still_admits(who)
+    assert not at.still_admits(machine("a"))
+    at.revoke(frozenset())
+    assert at.still_admits(who)
 
 
 def test_times_are_checked_with_a_minute_to_spare() -> None:

@@ -20,7 +20,7 @@ from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.relay_client import RelayClient, RelayDown, RelayPlace
 from mesh.net.relay_ways import RelayWays, preference
-from mesh.net.roster import MachinePlace, Revocations
+from mesh.net.roster import MachinePlace
 from mesh.net.tls import client_context
 from tests.integration.net.flow import until_stuck
 from tests.net_world import (
@@ -168,7 +168,7 @@ async def test_who_cannot_be_joined_is_told_why() -> None:
         await mesh.dial(server.port)
         await server.next()
         assert await refusal(mesh, relay, member(0, "a"), "b") is Refusal.STREAM_LIMIT
-        relay.revoke(Revocations(machines=frozenset({MachineName("c")})))
+        relay.revoke(frozenset({MachineName("c")}))
         assert await refusal(mesh, relay, machine("c"), "b") is Refusal.REVOKED
         counted = relay.counters()["refused"]
         assert counted == {"NotListening": 1, "Revoked": 1, "StreamLimit": 1}
@@ -178,7 +178,7 @@ async def test_who_is_revoked_loses_line_and_streams() -> None:
     async with relayed() as (mesh, server, relay, _):
         stream = await mesh.dial(server.port)
         other = await server.next()
-        relay.revoke(Revocations(machines=frozenset({MachineName("b")})))
+        relay.revoke(frozenset({MachineName("b")}))
         assert await stream.reset_seen()
         assert await other.reset_seen()
         await eventually(lambda: relay.counters()["lines"] == 1, "b has no line any more")
