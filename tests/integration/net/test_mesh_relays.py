@@ -267,7 +267,7 @@ async def test_a_relay_hears_of_revocations_and_of_nobody_s_place(head: HeadWorl
         assert made._relay is not None
         gate = made._relay.gate
         await head.desk.give_up([life.name])
-        await eventually(lambda: gate.revoked.machines == {life.name}, "the relay to know")
+        await eventually(lambda: gate.revoked == {life.name}, "the relay to know")
 
         def on_disk() -> list[str]:
             known = RelayFolder(tmp_path / "r").read_known()
@@ -443,7 +443,7 @@ async def test_a_disk_that_takes_nothing_stops_no_stream_and_loses_no_count(
             await head.desk.give_up([life.name])
             assert made._relay is not None
             gate = made._relay.gate
-            await eventually(lambda: gate.revoked.machines == {life.name}, "the relay to know all the same")
+            await eventually(lambda: gate.revoked == {life.name}, "the relay to know all the same")
             await eventually(lambda: len(tries) > 3, "it to try")
             assert carried(head, name) == 0, "what is not on disk is not told"
         await eventually(lambda: carried(head, name) > 200_000, "the head to know")
