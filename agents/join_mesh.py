@@ -258,10 +258,11 @@ class MeshWay:
             return True
         if news.bundle_pem != life.bundle_pem:
             life.bundle_pem = news.bundle_pem
-            await asyncio.to_thread(self._asking.keep, life)
-            await self._tell_identity(life, gateway)
             self._renew_now.set()
+            await self._tell_identity(life, gateway)
         await self._tell_news(gateway, news)
+        if life.kept_bundle_pem != news.bundle_pem:  # a full disk does not keep the news from the gateway
+            await asyncio.to_thread(self._asking.keep, life)
         life.version = news.version
         return True
 

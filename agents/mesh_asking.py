@@ -43,6 +43,8 @@ class Membership:
     bundle_pem: bytes
     cluster: str
     version: str
+    kept_bundle_pem: bytes = b""
+    """The bundle that is on disk."""
 
 
 class Asking:
@@ -122,4 +124,5 @@ class Asking:
             head=self._settings.head.url, name=life.name, secret=life.secret, bundle=life.bundle_pem.decode()
         )
         write_identity(self._folder, known)
+        life.kept_bundle_pem = known.bundle.encode()
         forget_join_key(self._folder)

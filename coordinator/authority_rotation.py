@@ -7,6 +7,8 @@ is in use. Then all get new certificates, and what the old one signed runs out b
 Rules of this file:
 1. Where a rotation stands is in the authority's file. Who has heard is not: a head that began again tells everybody
    everything, and so waits for everybody anew.
+2. Whatever is to be trusted is told before a step is made, whoever changed it: another process, or a step that failed
+   when half of it was on the disk.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class AuthorityRotation:
         self._state_path = state_path
         self._since = 0
         """The number of the news that had the next authority first."""
+        self._told = authority.bundle_pem()
+        """Whom to trust, as the news have it."""
         self._turning = asyncio.Lock()
         self.changes = 0
         """How often everybody had to be told whom to trust."""
@@ -60,19 +64,22 @@ class AuthorityRotation:
                 got=f"{overlap_s:g}",
             )
         async with self._turning:
-            with state_errors(self._state_path):
-                await asyncio.to_thread(self._authority.introduce, overlap_s=overlap_s)
-            self._tell()
+            try:
+                with state_errors(self._state_path):
+                    await asyncio.to_thread(self._authority.introduce, overlap_s=overlap_s)
+            finally:
+                self._tell()
         return self.facts()
 
     async def advance(self) -> None:
         """Makes the step that is due, if one is. Raises DeploymentError, StorageError."""
         async with self._turning:
-            with state_errors(self._state_path):
-                has_turned = await asyncio.to_thread(
-                    self._authority.advance, have_all_heard=not self._waits_for()
-                )
-            if has_turned:
+            self._tell()
+            try:
+                with state_errors(self._state_path):
+                    await asyncio.to_thread(self._authority.publish)
+                    await asyncio.to_thread(self._authority.advance, have_all_heard=not self._waits_for())
+            finally:
                 self._tell()
 
     def facts(self) -> RotationFacts:
@@ -91,6 +98,11 @@ class AuthorityRotation:
         return self._newsroom.lacking(self._present(), self._since)
 
     def _tell(self) -> None:
+        """Tells everybody whom to trust, when that has changed. Raises DeploymentError."""
+        trusted = self._authority.bundle_pem()
+        if trusted == self._told:
+            return
+        self._told = trusted
         self.changes += 1
         self._newsroom.tell()
         self._since = self._newsroom.number()

@@ -9,6 +9,7 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class MeshAuthority:
             rotation = Rotation(signing=new_authority(deployment, now=wall_clock()))
             write_private(path, _to_json(deployment, rotation))
         made = cls.open(state_path)
-        write_private(path.with_name(BUNDLE_NAME), made.bundle_pem().decode())
+        made.publish()
         return made
 
     @classmethod
@@ -114,6 +115,16 @@ class MeshAuthority:
             self._turn(turned, deployment)
         return turned is not rotation
 
+    def publish(self) -> None:
+        """Writes the bundle for clients elsewhere, unless it is there. Raises DeploymentError, OSError."""
+        path, text = self._path.with_name(BUNDLE_NAME), self.bundle_pem().decode()
+        try:
+            is_there = path.read_text(encoding="ascii") == text
+        except (FileNotFoundError, ValueError):
+            is_there = False
+        if not is_there:
+            write_private(path, text)
+
     def machine_credentials(self, machine: MachineName) -> Credentials:
         """For a machine whose key is made here: the head's own gateway."""
         key = new_key_pem()
@@ -129,7 +140,7 @@ class MeshAuthority:
 
     def _turn(self, rotation: Rotation, deployment: str) -> None:
         write_private(self._path, _to_json(deployment, rotation))
-        write_private(self._path.with_name(BUNDLE_NAME), rotation.bundle_pem().decode())
+        self.publish()
 
     def _current(self) -> tuple[Rotation, str]:
         try:
@@ -137,7 +148,7 @@ class MeshAuthority:
             which = (facts.st_ino, facts.st_mtime_ns)
             if self._read is None or self._read[0] != which:
                 self._read = (which, *_from_json(self._path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DeploymentError(
                 f"The deployment's authority {self._path} cannot be read: {error!r}.",
                 hint="Put its copy back. Without it every machine has to join anew: remove the folder, and `mesh up`.",
@@ -172,11 +183,19 @@ def _from_json(text: str) -> tuple[Rotation, str]:
     def read(words: Any) -> Authority | None:
         if words is None:
             return None
-        return Authority(
+        authority = Authority(
             deployment=deployment,
             key_pem=words["key"].encode(),
             certificate_pem=words["certificate"].encode(),
         )
+        authority.check()  # every machine is told of it, and keeps it
+        return authority
+
+    def moment(name: str) -> float:
+        value = float(data[name])
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is no moment")
+        return value
 
     signing = read(data["signing"])
     if signing is None:
@@ -185,7 +204,8 @@ def _from_json(text: str) -> tuple[Rotation, str]:
         signing=signing,
         next=read(data["next"]),
         old=read(data["old"]),
-        promote_at=float(data.get("promote_at", 0.0)),  # an authority of before it could be rotated has none
-        promoted_at=float(data["promoted_at"]),
+        # an authority of before it could be rotated has none
+        promote_at=moment("promote_at") if "promote_at" in data else 0.0,
+        promoted_at=moment("promoted_at"),
     )
     return rotation, deployment

@@ -152,6 +152,11 @@ class Authority:
         )
         return certificate.sign(_private_key(self.key_pem), hashes.SHA256()).public_bytes(_PEM)
 
+    def check(self) -> None:
+        """Raises ValueError for what is no certificate, no key, or another's key."""
+        if self._certificate().public_key() != _private_key(self.key_pem).public_key():
+            raise ValueError("the key is not that of the certificate")
+
     def ends_at(self) -> float:
         return self._certificate().not_valid_after_utc.timestamp()
 

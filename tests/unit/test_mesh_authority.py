@@ -90,3 +90,25 @@ def test_one_that_is_damaged_is_said_to_be_so(tmp_path: Path, text: str) -> None
     os.remove(tmp_path / "authority" / "authority.json")
     with pytest.raises(DeploymentError):
         MeshAuthority.open(tmp_path)
+
+
+def test_one_whose_certificates_or_keys_are_none_is_damaged_too(tmp_path: Path) -> None:
+    """What is read is told to every machine, and kept there: nonsense must not leave the head."""
+    MeshAuthority.create(tmp_path, deployment="d")
+    path = tmp_path / "authority" / "authority.json"
+    whole = json.loads(path.read_text())
+    other = new_authority("d", now=time.time())
+    signing, foreign_key = whole["signing"], other.key_pem.decode()
+    for changes in (
+        {"signing": {**signing, "certificate": "nonsense"}},
+        {"signing": {**signing, "certificate": signing["certificate"][:200]}},
+        {"signing": {**signing, "key": "nonsense"}},
+        {"signing": {**signing, "key": foreign_key}},
+        {"next": {**signing, "key": foreign_key}},
+        {"old": {**signing, "certificate": ""}},
+        {"promote_at": float("nan")},
+        {"promoted_at": float("inf")},
+    ):
+        path.write_text(json.dumps(whole | changes))
+        with pytest.raises(DeploymentError, match=r"authority\.json"):
+            MeshAuthority.open(tmp_path)

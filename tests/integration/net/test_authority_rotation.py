@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from cryptography.exceptions import InvalidSignature
 from agents.gateway_keeper import GatewayKeeper
 from agents.gateway_wire import SetIdentity
 from agents.join_mesh import MeshWay
+from agents.machine_identity import read_identity
+from agents.mesh_asking import Membership
 from agents.relay_agent import RelayAgent, RelaySettings
 from agents.relay_folder import RelayFolder
 from coordinator import mesh_authority
+from coordinator.mesh_authority import MeshAuthority
 from mesh.client import connect
-from mesh.errors import ConflictError, SpecError, TransportError
+from mesh.errors import ConflictError, DeploymentError, SpecError, TransportError
 from mesh.net import authority as rules
 from mesh.net.tls import Credentials
 from mesh.net.tokens import JoinToken
@@ -211,6 +215,64 @@ async def test_a_client_whose_bundle_is_older_is_told_what_to_do(
     with pytest.raises(TransportError) as raised:
         await head.way(tmp_path / "m", token)._asking.ask()
     assert "rotated" in (raised.value.hint or "")
+
+
+async def test_a_rotation_that_began_on_a_full_disk_is_told_to_everybody_all_the_same(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    """The authority is on the disk, the bundle for others is not: the one who asked is told of a failure."""
+    machine = Machine(head.way(tmp_path / "m", await head.token()))
+    await machine.join()
+    bundle = head.state / "authority" / "bundle.pem"
+    bundle.unlink()
+    bundle.mkdir()  # so that it cannot be written
+    with pytest.raises(DeploymentError):
+        await head.desk.rotation.begin(None)
+    second = head.authority.rotation().next
+    assert second is not None
+    await eventually(lambda: machine.trusts(second), "the machine to trust the next one")
+    bundle.rmdir()
+    await head.desk.rotation.advance()
+    assert bundle.read_bytes() == head.authority.bundle_pem()
+    await machine.stop()
+
+
+async def test_a_rotation_that_another_process_began_waits_for_everybody(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    """Such as a copy of the authority's file that was put back, from the middle of a rotation."""
+    machine = Machine(head.way(tmp_path / "m", await head.token()))
+    name = await machine.join()
+    await eventually(lambda: head.desk.rotation._waits_for() == set(), "the machine to follow")
+    await machine.stop()
+    MeshAuthority.open(head.state).introduce(overlap_s=-1.0)
+    await head.desk.rotation.advance()
+    assert head.authority.rotation().next is not None
+    assert head.desk.rotation.facts()["waitsFor"] == [name]
+
+
+async def test_a_machine_whose_disk_is_full_trusts_the_next_authority_and_is_waited_for_until_it_is_kept(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(head.way(tmp_path / "m", await head.token()))
+    name = await machine.join()
+    await eventually(lambda: head.desk.rotation._waits_for() == set(), "the machine to follow")
+    keep = machine._way._asking.keep
+
+    def full(life: Membership) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(machine._way._asking, "keep", full)
+    await head.desk.rotation.begin(None)
+    second = head.authority.rotation().next
+    assert second is not None
+    await eventually(lambda: machine.trusts(second), "the machine to trust the next one")
+    assert head.desk.rotation.facts()["waitsFor"] == [name]
+    monkeypatch.setattr(machine._way._asking, "keep", keep)
+    await eventually(lambda: head.desk.rotation.facts()["waitsFor"] == [], "it to have kept it")
+    known = read_identity(tmp_path / "m")
+    assert known is not None and second.certificate_pem.decode() in known.bundle
+    await machine.stop()
 
 
 def free_port() -> int:
