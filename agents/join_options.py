@@ -13,7 +13,7 @@ OUR_PREFIXES = ("gangmesh.", "ray.io/")
 def read_labels(labels: Sequence[str]) -> dict[str, str]:
     """From KEY=VALUE. Raises SpecError."""
     pairs = dict(label.partition("=")[::2] for label in labels)
-    if "" in pairs:
+    if "" in pairs or not all("=" in label for label in labels):
         raise SpecError("--label takes KEY=VALUE.", field="--label")
     for key in pairs:
         if key.startswith(OUR_PREFIXES):

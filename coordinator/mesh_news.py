@@ -18,6 +18,8 @@ from mesh.ids import MachineName
 FOLLOW_LIMIT_S = 20.0
 FOLLOW_LOOK_S = 0.5
 """Between two looks whether who follows is still there."""
+NUMBER_DIGITS_MAX = 18
+"""Of the number of news that somebody says to have heard."""
 
 
 class MeshNewsroom:
@@ -64,7 +66,12 @@ class MeshNewsroom:
     async def until_new(self, name: MachineName, after: str, *, is_gone: Callable[[], bool]) -> None:
         """Returns when the version is another one, when who asked has gone, or after a while."""
         life, _, number = after.partition(".")
-        if life == self._life and number.isascii() and number.isdecimal():
+        if (
+            life == self._life
+            and number.isascii()
+            and number.isdecimal()
+            and len(number) <= NUMBER_DIGITS_MAX
+        ):
             self._heard[name] = min(int(number), self.number())
         with self._followed(name):
             deadline = asyncio.get_running_loop().time() + FOLLOW_LIMIT_S

@@ -77,7 +77,9 @@ def _read_token(path: str) -> str:
         else:
             with Path(path).open("rb") as file:
                 text = file.read(TOKEN_BYTES_MAX).decode("ascii")
-    except (OSError, UnicodeDecodeError) as error:
+        if not text.strip().isprintable():  # a zero can be in no environment
+            raise ValueError(text[:1])
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise SpecError(f"The token file {path} cannot be read: {why}.", field="--token-file") from error
     if not text.strip():

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], field: str | None) -> Non
 
 def test_labels_of_ours_are_not_the_users_to_give() -> None:
     assert read_labels(["provider=aws", "rack="]) == {"provider": "aws", "rack": ""}
-    for wrong in ("=x", "gangmesh.address=10.0.0.1", "ray.io/x=y"):
+    for wrong in ("=x", "provider", "", "gangmesh.address=10.0.0.1", "ray.io/x=y"):
         with pytest.raises(SpecError):
             read_labels([wrong])
 
@@ -117,6 +117,7 @@ def test_an_agent_gets_its_token_where_nobody_else_can_read_it(
         ["--token", TOKEN, "--token-file", "x"],
         ["--token-file", "/nowhere/token"],
         ["--token-file", "/dev/null"],
+        ["--token-file", "/dev/zero"],  # zeros can be in no environment
         ["--token-file", "-"],
     ],
 )

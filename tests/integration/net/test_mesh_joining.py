@@ -236,6 +236,17 @@ async def test_a_copy_of_a_machine_that_is_there_does_not_push_it_out(
     follows.cancel()
 
 
+async def test_a_version_that_nobody_was_told_is_answered_by_the_news(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    """Digits without end among them, which are no number for the interpreter."""
+    answer, life = await joined(head, tmp_path / "m")
+    current, _, _ = answer.news.version.partition(".")
+    for version in ("", ".", current, f"{current}.-1", f"{current}.{'9' * 5000}", f"{current}.²", "x" * 5000):
+        news = await head.desk.follow(life.name, life.secret, version, is_gone=lambda: False)
+        assert news["version"] != version
+
+
 async def test_an_answer_that_was_lost_is_asked_for_again(head: HeadWorld, tmp_path: Path) -> None:
     await joined(head, tmp_path / "m")
     before = (tmp_path / "m" / "identity.json").read_text()
