@@ -277,7 +277,7 @@ async def test_a_relay_hears_of_revocations_and_of_nobody_s_place(head: HeadWorl
         await eventually(lambda: on_disk() == [life.name], "it to be on disk")
         assert set(head.desk.relays._news()) == {"version", "revoked", "bundle"}
         stream, _ = await pair.dial()
-        made._relay.revoke(relay_agent._revocations(["b"]))
+        made._relay.revoke(frozenset({MachineName("b")}))
         assert await stream.reset_seen()
 
 
