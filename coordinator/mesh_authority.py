@@ -148,7 +148,7 @@ class MeshAuthority:
             which = (facts.st_ino, facts.st_mtime_ns)
             if self._read is None or self._read[0] != which:
                 self._read = (which, *_from_json(self._path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DeploymentError(
                 f"The deployment's authority {self._path} cannot be read: {error!r}.",
                 hint="Put its copy back. Without it every machine has to join anew: remove the folder, and `mesh up`.",

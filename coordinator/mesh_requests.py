@@ -18,7 +18,7 @@ from mesh.reasons import Reason
 
 def check_clock(request: Mapping[str, Any]) -> None:
     """Raises AuthenticationError (ClockSkew), SpecError."""
-    clock = _number(request.get("clock"))
+    clock = finite(request.get("clock"))
     if clock is None:
         raise SpecError(
             "A machine says what time it is there.", field="clock", got=repr(request.get("clock"))[:80]
@@ -63,8 +63,8 @@ def text_of(request: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _number(value: Any) -> float | None:
-    """None for what is none, is not finite or is too large: JSON of Python's has them all."""
+def finite(value: Any) -> float | None:
+    """A number of a request. None for what is none, is not finite or is too large: JSON of Python's has them all."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -366,8 +367,11 @@ def _whole(value: Any, what: str) -> int:
 
 
 def _moment(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"'created_at' is no time: {value!r}.")
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(f"'created_at' is no time: {value!r}.")
+    except OverflowError as error:
+        raise CheckpointError("'created_at' is no time.") from error
     return float(value)
 
 

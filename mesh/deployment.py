@@ -109,7 +109,7 @@ def read_record(state: Path) -> DeploymentRecord | None:
             machines=int(data["machines"]),
             mesh_port=int(data.get("mesh_port", 0)),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DeploymentError(
             f"{path} is damaged ({type(error).__name__}: {error}).",
             hint="If no deployment runs from this folder, remove that file; `mesh up` writes a new one.",

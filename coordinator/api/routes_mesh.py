@@ -7,7 +7,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import math
 from http import HTTPStatus
 from typing import Any
 
@@ -40,6 +39,7 @@ from coordinator.api.routes_joined import (
     reaches,
     renews,
 )
+from coordinator.mesh_requests import finite
 from mesh.errors import SpecError
 from mesh.resources import JoinTokenFacts, Machine, NewJoinToken, RotationFacts
 
@@ -97,9 +97,10 @@ def _seconds(body: dict[str, Any], key: str) -> float | None:
     value = body.get(key)
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    number = finite(value)
+    if number is None:
         raise SpecError(f"{key} is a number.", field=key, got=str(value)[:80])
-    return float(value)
+    return number
 
 
 ENDPOINTS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -185,6 +187,30 @@ def test_json_that_is_no_manifest_is_refused_by_name(data: object) -> None:
     for kind in (Manifest, Part):
         with suppress(CheckpointError):
             kind.decode(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [10**400, math.nan, math.inf, "1", None, True],
+    ids=["large", "nan", "inf", "text", "none", "true"],
+)
+def test_a_manifest_whose_moment_is_none_is_refused_by_name(moment: object) -> None:
+    words = {**_a_manifest(), "created_at": moment}
+    with pytest.raises(CheckpointError, match="created_at"):
+        Manifest.decode(json.dumps(words).encode())
+
+
+def _a_manifest() -> dict[str, Any]:
+    made = Manifest(
+        run=RUN,
+        epoch=Epoch(1),
+        number=1,
+        step=None,
+        created_at=0.0,
+        parts=(ManifestPart(rank=Rank(0), digest="0" * 64, files=()),),
+    )
+    words: dict[str, Any] = json.loads(made.encode())
+    return words
 
 
 RECORDS = st.builds(

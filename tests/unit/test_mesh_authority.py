@@ -108,6 +108,7 @@ def test_one_whose_certificates_or_keys_are_none_is_damaged_too(tmp_path: Path) 
         {"old": {**signing, "certificate": ""}},
         {"promote_at": float("nan")},
         {"promoted_at": float("inf")},
+        {"promoted_at": 10**400},
     ):
         path.write_text(json.dumps(whole | changes))
         with pytest.raises(DeploymentError, match=r"authority\.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import socket
 import ssl
@@ -658,6 +659,21 @@ async def test_a_request_that_is_none_lets_nobody_in_and_is_no_fault_of_ours(hea
                 await api.call("POST", "/v1/mesh/join", body={**good, **wrong})
             assert raised.value.reason is not Reason.INTERNAL, wrong
     assert list(head.desk.places()) == [HEAD]
+
+
+@pytest.mark.parametrize(
+    "number", [10**400, math.nan, math.inf, -math.inf], ids=["large", "nan", "inf", "-inf"]
+)
+async def test_a_time_that_is_no_number_of_seconds_is_refused(
+    head: HeadWorld, monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    """JSON of Python's has them all, and integers that no float can be."""
+    monkeypatch.setenv("GANGMESH_AUTHORITY", str(head.state / "authority" / "bundle.pem"))
+    async with connect(url=head.url.url, token=TOKEN) as client:
+        with pytest.raises(SpecError):
+            await client.create_token(ttl_s=number)
+        with pytest.raises(SpecError):
+            await client.rotate_authority(overlap_s=number)
 
 
 async def test_a_client_elsewhere_knows_the_head_by_its_authority(
