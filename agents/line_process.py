@@ -12,8 +12,10 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -54,14 +56,27 @@ class LineProcess:
         child = subprocess.Popen(  # noqa: ASYNC220 - vfork and exec, no waiting
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(env), start_new_session=True
         )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
-        read_transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), child.stdout
-        )
-        write_transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
-        return cls(child, reader, read_transport, write_transport)
+        opened: list[asyncio.BaseTransport] = []
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+            read_transport, _ = await loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), child.stdout
+            )
+            opened.append(read_transport)
+            write_transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
+            opened.append(write_transport)
+            return cls(child, reader, read_transport, write_transport)
+        except BaseException:  # given up, too
+            for transport in opened:
+                transport.close()
+            for pipe in (child.stdout, child.stdin)[len(opened) :]:
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # a transport that was not made may have closed it
+                        pipe.close()
+            await _end_group(child)
+            raise
 
     @classmethod
     async def start_detached(cls, argv: Sequence[str], *, env: Mapping[str, str]) -> LineProcess:
@@ -76,9 +91,13 @@ class LineProcess:
             line_process.pid = int(first_line)
             line_process._process = process_tree.read_process(line_process.pid)
             await asyncio.to_thread(line_process._child.wait, START_LIMIT_S)
-        except (ValueError, TimeoutError, subprocess.TimeoutExpired) as error:
-            await line_process.close(limit_s=0.0)
-            raise OSError(errno.EAGAIN, f"the shell between did not start it ({error!r})") from error
+        except BaseException as error:  # given up, too
+            line_process.kill()
+            await _end_group(line_process._child)
+            await line_process.close()
+            if isinstance(error, ValueError | TimeoutError | subprocess.TimeoutExpired):
+                raise OSError(errno.EAGAIN, f"the shell between did not start it ({error!r})") from error
+            raise
         return line_process
 
     def send(self, message: Mapping[str, Any]) -> bool:
@@ -133,3 +152,12 @@ class LineProcess:
         process_tree.wait_until_one_ends([self._process], limit_ms=int(limit_s * 1000))
         now = process_tree.read_process(self.pid)
         return now is None or now.started != self._process.started or not now.is_alive
+
+
+async def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """Of a child that nobody is going to have, and of what it has started in its session."""
+    if child.returncode is None:  # else the number may be another's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(child.wait, REAP_LIMIT_S)

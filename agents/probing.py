@@ -112,22 +112,27 @@ class Prober:
         return frozenset(self._heard)
 
     async def start(self) -> MemberFacts:
-        """Listens. Raises PlacementError when it cannot."""
+        """Listens. Raises PlacementError when it cannot; nothing is open then, nor when it is given up."""
+        try:
+            return await self._start()
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, OSError):
+                raise PlacementError(
+                    f"The network check cannot listen at {self._address}: {error.strerror}.",
+                    hint="Another check may be under way on this machine.",
+                ) from error
+            raise
+
+    async def _start(self) -> MemberFacts:
         rendezvous, ephemeral = self._fixed_ports or (0, 0)
         if self._fixed_ports is None:
-            self._reservation = await asyncio.to_thread(machine.reserve_port, wanted=self._wanted_port)
-            rendezvous = self._reservation.port
-        try:
-            ports = [self._listen(rendezvous), self._listen(ephemeral)]
-            self._datagrams, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-                lambda: _Listening(self._on_datagram), local_addr=(self._bound, ports[1])
-            )
-        except OSError as error:
-            await self.stop()
-            raise PlacementError(
-                f"The network check cannot listen at {self._address}: {error.strerror}.",
-                hint="Another check may be under way on this machine.",
-            ) from error
+            reservation = self._reservation = await _reserve(self._wanted_port)
+            rendezvous = reservation.port
+        ports = [self._listen(rendezvous), self._listen(ephemeral)]
+        self._datagrams, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: _Listening(self._on_datagram), local_addr=(self._bound, ports[1])
+        )
         return MemberFacts(
             rank=self._rank,
             machine=self._name,
@@ -296,6 +301,17 @@ class Prober:
 
     async def _hello(self, connection: socket.socket, what: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(connection, MAGIC + self._key + what)
+
+
+async def _reserve(wanted: int) -> machine.PortReservation:
+    """A thread that has begun goes on: what it still reserves when nobody waits any more is let go."""
+    reserving = asyncio.ensure_future(asyncio.to_thread(machine.reserve_port, wanted=wanted))
+    try:
+        return await asyncio.shield(reserving)
+    except asyncio.CancelledError:
+        with contextlib.suppress(PlacementError):
+            (await reserving).release()
+        raise
 
 
 class _Listening(asyncio.DatagramProtocol):

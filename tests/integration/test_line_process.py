@@ -1,0 +1,87 @@
+"""A process that speaks lines, whose start is given up or fails: nothing of it stays, on either loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from agents import line_process, process_tree
+from agents.line_process import LineProcess
+
+LIMIT_S = 20.0
+TURNS = 12
+RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {
+    "asyncio": asyncio.run,
+    "uvloop": uvloop.run,
+}
+STARTS = {"a child": LineProcess.start, "a detached process": LineProcess.start_detached}
+
+
+def below() -> list[int]:
+    """Zombies too: whoever is not reaped is not gone."""
+    return sorted(process_tree.find_descendants(os.getpid()))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def once(start: Any) -> None:
+    """What a loop opens for itself when it does this for the first time is open after it."""
+    process = await start(["cat"], env=dict(os.environ))
+    assert await process.close()
+
+
+async def nothing_is_left(before: list[int], open_before: int) -> None:
+    gc.collect()  # what was forgotten warns, and a warning fails the test
+    async with asyncio.timeout(LIMIT_S):
+        while below() != before or descriptors() > open_before:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_that_is_given_up_at_any_moment_leaves_nothing(runner: str, start: str) -> None:
+    async def story() -> None:
+        await once(STARTS[start])
+        before, open_before = below(), descriptors()
+        for turns in range(TURNS):
+            task = asyncio.create_task(STARTS[start](["cat"], env=dict(os.environ)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                process = await task
+                await process.close()
+            del task
+            await nothing_is_left(before, open_before)
+
+    RUNNERS[runner](story())
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_that_fails_halfway_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, runner: str, start: str
+) -> None:
+    def unreadable(pid: int) -> process_tree.Process | None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def story() -> None:
+        await once(STARTS[start])
+        before, open_before = below(), descriptors()
+        monkeypatch.setattr(line_process.process_tree, "read_process", unreadable)
+        with pytest.raises(OSError, match="Too many"):
+            await STARTS[start](["cat"], env=dict(os.environ))
+        monkeypatch.undo()
+        await nothing_is_left(before, open_before)
+
+    RUNNERS[runner](story())
