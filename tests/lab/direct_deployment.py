@@ -8,21 +8,18 @@ Rules of this file:
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections import Counter
 from typing import Any, ClassVar
 
 import psutil
 
 from tests.e2e.real_mesh import wait_until
-from tests.lab.deployment import API_PORT, STOP_LIMIT_S, Beacon, Lab
+from tests.lab.deployment import API_PORT, Beacon, Lab
 from tests.lab.hosts import Host
-from tests.lab.mesh_deployment import MESH_PORT, join_words, raise_wall, up_words
+from tests.lab.mesh_deployment import MESH_PORT, join_words, raise_wall, start_head, stop_head
 from tests.lab.network import GATE_NUMBER, call
 
-UP_LIMIT_S = 180.0
 TLS_RECORD_BYTES = 22
 """What TLS 1.3 with an AEAD adds to a record: header 5, type 1, tag 16."""
 BEATS = 4
@@ -46,15 +43,10 @@ class DirectLab(Lab):
             raise_wall(host, hole)
 
     def start_head(self) -> None:
-        done = self.head_host.run(
-            *up_words(self.head_host), environment=self.environment(), limit_s=UP_LIMIT_S
-        )
-        assert done.returncode == 0, done.stdout + self.log_tail()
+        start_head(self, self.head_host)
 
     def stop_head(self) -> None:
-        pid = self.record.pid
-        os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not psutil.pid_exists(pid), "the head to stop", limit_s=STOP_LIMIT_S)
+        stop_head(self)
 
     def join_command(self, host: Host) -> tuple[str, ...]:
         folder = self.folder / host.name

@@ -25,8 +25,9 @@ from tests.lab.network import GATE_NUMBER, HEAD_NUMBER, HOST_NUMBERS, LabNetwork
 ROOT = Path(__file__).resolve().parents[2]
 MESH_PORT = 8471
 API_PORT = 8470
+UP_LIMIT_S = 180.0
 JOIN_LIMIT_S = 60.0
-STOP_LIMIT_S = 60.0
+STOP_LIMIT_S = 90.0
 WALL = """
 table inet wall {{
   chain arriving {{
@@ -48,6 +49,20 @@ def up_words(head: Host) -> tuple[str, ...]:
     """What is called on the head's host."""
     ports = ("--listen", f"0.0.0.0:{MESH_PORT}", "--api", f"{head.address}:{API_PORT}")
     return (str(BIN / "mesh"), "up", *ports)
+
+
+def start_head(mesh: RealMesh, host: Host) -> None:
+    """`mesh up` on the head's host; returns when it is ready."""
+    done = host.run(*up_words(host), environment=mesh.environment(), limit_s=UP_LIMIT_S)
+    assert done.returncode == 0, done.stdout + mesh.log_tail()
+
+
+def stop_head(mesh: RealMesh) -> None:
+    """SIGTERM; returns when it has ended."""
+    pid = mesh.record.pid
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not psutil.pid_exists(pid), "the head to stop", limit_s=STOP_LIMIT_S)
 
 
 def join_words(head: Host, folder: Path, host: Host) -> tuple[str, ...]:
@@ -90,15 +105,10 @@ class MeshLab(RealMesh):
     # ---- the head ---------------------------------------------------------------------------------
 
     def start_head(self) -> None:
-        """`mesh up` on the head's host; returns when it is ready."""
-        done = self.head_host.run(*up_words(self.head_host), environment=self.environment(), limit_s=180.0)
-        assert done.returncode == 0, done.stdout + self.log_tail()
+        start_head(self, self.head_host)
 
     def stop_head(self) -> None:
-        pid = self.record.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not psutil.pid_exists(pid), "the head to stop", limit_s=STOP_LIMIT_S)
+        stop_head(self)
 
     def token(self, *options: str) -> str:
         return self.cli("token", "create", *options).stdout.strip()

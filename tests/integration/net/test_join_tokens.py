@@ -98,6 +98,7 @@ async def test_an_answer_that_is_lost_costs_no_token(
     assert [facts["state"] for facts in head.desk.list_tokens()] == ["Used"]
     with pytest.raises(AuthenticationError, match="used already"):
         await ask(head, tmp_path / "thief", token)
+    assert not (tmp_path / "thief" / IDENTITY_NAME).exists()
     life = await ask(head, tmp_path / "m", token)
     await use_secret(head, ask, life)
     assert not (tmp_path / "m" / FILE_NAME).exists()

@@ -240,16 +240,6 @@ async def test_a_relay_that_the_head_cannot_dial_is_told_so_and_offered_to_nobod
         assert (name, state_of(head, name)) == ("relay-1", "Up")
 
 
-async def test_a_port_that_is_taken_costs_no_token(head: HeadWorld, tmp_path: Path) -> None:
-    token = await relay_token(head)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        made = agent(head, tmp_path / "r", token, port=taken.getsockname()[1])
-        with pytest.raises(DeploymentError, match="Nothing can listen") as caught:
-            await made.run()
-    assert caught.value.reason is Reason.PORT_TAKEN
-    assert [facts["state"] for facts in head.desk.list_tokens()] == ["Open"]
-
-
 async def test_another_machine_at_that_address_is_not_taken_for_the_relay(
     head: HeadWorld, tmp_path: Path
 ) -> None:
