@@ -31,6 +31,7 @@ GATEWAY_PORT = 7443
 SECRET = "gradients of a paying customer"
 TABLE = redirect.table_name(DEPLOYMENT)
 LIMIT_S = 20.0
+ROOT = Path(__file__).parents[2]
 RELAY = "m2"
 ONLY_OUT = """
 table inet firewall {
@@ -154,12 +155,12 @@ class TwoHosts:
             (folder / f"{name}.pem").write_bytes(content)
         argv = self.inside(
             RELAY,
-            *(sys.executable, "-m", "agents.net_relay", "--folder", str(folder)),
+            *(sys.executable, "-m", "tests.net_relay", "--folder", str(folder)),
             *("--deployment", DEPLOYMENT, "--machine", RELAY),
             *("--listen", f"{self.lab.address(100)}:{GATEWAY_PORT}", *options),
         )
         with (self.folder / f"{RELAY}.log").open("a") as log:
-            relay = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
+            relay = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
         self.others.append(relay)
         assert relay.stdout is not None
         assert relay.stdout.readline(), (self.folder / f"{RELAY}.log").read_text()

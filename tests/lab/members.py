@@ -150,7 +150,7 @@ class MeshHosts:
             (folder / f"{name}.pem").write_bytes(getattr(who, f"{name}_pem"))
         argv = self.inside(
             RELAY,
-            *(sys.executable, "-m", "agents.net_relay", "--folder", str(folder)),
+            *(sys.executable, "-m", "tests.net_relay", "--folder", str(folder)),
             *("--deployment", DEPLOYMENT, "--machine", RELAY),
             *("--listen", f"{self.lab.address(RELAY_NUMBER)}:{GATEWAY_PORT}"),
         )

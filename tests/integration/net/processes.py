@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tests.net_world import DEPLOYMENT
 
+ROOT = Path(__file__).parents[3]
+
 
 def command(
     module: str, folder: Path, *, name: str, listen: str = "127.0.0.1:0", capture: str = "--no-redirect"
@@ -22,7 +24,7 @@ def command(
 
 @contextlib.contextmanager
 def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         yield process
     finally:

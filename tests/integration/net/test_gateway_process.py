@@ -21,7 +21,7 @@ from mesh.net.authority import Authority, new_authority
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
 from mesh.wire import encode_frame
-from tests.integration.net.processes import command, ready, running
+from tests.integration.net.processes import ROOT, command, ready, running
 from tests.net_world import DEPLOYMENT, RUN, credentials, machine, member, relay_identity, roster
 
 LIMIT_S = 20.0
@@ -82,7 +82,7 @@ def test_what_keeps_a_gateway_from_starting_is_said_in_a_line(tmp_path: Path) ->
                 "Address already in use",
             ),
             (command("agents.gateway", tmp_path / "three", name="a", listen="nowhere"), "is no ADDRESS:PORT"),
-            (command("agents.net_relay", tmp_path / "four", name="r"), "certificate.pem cannot be read"),
+            (command("tests.net_relay", tmp_path / "four", name="r"), "certificate.pem cannot be read"),
             (
                 [
                     *command("agents.gateway", tmp_path / "five", name="a", capture="--shim"),
@@ -92,7 +92,7 @@ def test_what_keeps_a_gateway_from_starting_is_said_in_a_line(tmp_path: Path) ->
                 "The shim knows no other overlay",
             ),
         ):
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
             assert done.returncode == 1
             assert said in done.stderr
             assert "Traceback" not in done.stderr
@@ -127,7 +127,7 @@ async def test_a_relay_process_keeps_its_certificate_when_the_new_one_is_none(
     ):
         (relay_folder / f"{name}.pem").write_bytes(content)
     with (
-        running(command("agents.net_relay", relay_folder, name="r")) as relay,
+        running(command("tests.net_relay", relay_folder, name="r")) as relay,
         running(command("agents.gateway", gateway_folder, name="a")) as gateway,
     ):
         [[host, port]] = ready(relay)["addresses"]  # type: ignore[misc,attr-defined]

@@ -1,10 +1,10 @@
-"""The process of a relay: `python -m agents.net_relay`. mesh/net/relay.py does the work.
+"""A relay without a head, by certificates that somebody made: `python -m tests.net_relay`. For benches and the lab.
 
 Rules of this file:
 1. Its certificate, key and authorities are files of its folder (`certificate.pem`, `key.pem`, `bundle.pem`); SIGHUP
    reads them again.
-2. What passed is written to its log once a minute, for each run and pair of machines, as one JSON object: what is
-   billed can be added up from it. SIGTERM and SIGINT write the rest, and end it.
+2. What passed is written to its log once a minute, for each run and pair of machines, as one JSON object. SIGTERM and
+   SIGINT write the rest, and end it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 import uvloop
 
 from agents.gateway import address_and_port, raise_descriptor_limit, take_folder
-from agents.relay_usage import USAGE_EVERY_S, write_usage
 from mesh.errors import AuthenticationError, MeshError
 from mesh.ids import MachineName
 from mesh.net.identity import RelayIdentity
@@ -29,6 +28,7 @@ from mesh.net.relay import Relay
 from mesh.net.relay_book import RelayLimits
 from mesh.net.tls import Credentials
 
+USAGE_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +44,13 @@ def read_credentials(folder: Path) -> Credentials:
         raise AuthenticationError(
             f"{error.filename} cannot be read: {error.strerror}.", path=str(error.filename)
         ) from error
+
+
+def write_usage(relay: Relay) -> None:
+    """What has passed since the last time, for each run and pair of machines, as one JSON object each."""
+    for pair, amount in relay.book.take_usage().items():
+        words = {"run": pair.run, "from": pair.dialler, "to": pair.target, "bytes": amount}
+        _log.info("relayed %s", json.dumps(words))
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -69,7 +76,7 @@ async def serve(options: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         relay.start(listen_on=listen_on)
-        print(json.dumps({"addresses": relay.addresses}), flush=True)  # noqa: T201 - the word that it is ready
+        print(json.dumps({"addresses": relay.addresses}), flush=True)
         while not stop.is_set():
             try:
                 async with asyncio.timeout(USAGE_EVERY_S):
@@ -83,7 +90,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m agents.net_relay", description="A relay.")
+    parser = argparse.ArgumentParser(prog="python -m tests.net_relay", description="A relay.")
     parser.add_argument(
         "--folder", type=Path, required=True, help="of this process alone; has its certificate"
     )
@@ -109,7 +116,7 @@ def main() -> int:
     try:
         uvloop.run(serve(options))
     except (MeshError, OSError) as error:
-        print(f"relay: {error}", file=sys.stderr)  # noqa: T201 - why it did not start
+        print(f"relay: {error}", file=sys.stderr)
         return 1
     return 0
 
