@@ -22,9 +22,8 @@ from agents.mesh_heard import AuthorityShown
 from mesh.errors import AuthenticationError, RemoteProtocolError, SpecError, TransportError
 from mesh.http_transport import HttpTransport, checked_url
 from mesh.net.authority import fingerprint
-from mesh.net.clock import is_skewed, skew_text, wall_clock
+from mesh.net.clock import check_against_head, wall_clock
 from mesh.net.tls import API_NAME, authority_context, stranger_context
-from mesh.reasons import Reason
 
 HEAD_ADDRESSES_MAX = 4
 RESOLVE_LIMIT_S = 10.0
@@ -103,13 +102,7 @@ async def ask_trust(head: HeadUrl, wanted: str) -> bytes:
             f"What answers at {head.url} is not the head that made this token: its authority is another one.",
             hint="Is the address right? If it is, somebody may be in between. A new token: `mesh token create`.",
         )
-    ours = wall_clock()
-    if is_skewed(ours=ours, theirs=shown.clock):
-        raise AuthenticationError(
-            f"{skew_text(ours=ours, theirs=shown.clock, them='the head')} Certificates would not be valid.",
-            hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
-            reason=Reason.CLOCK_SKEW,
-        )
+    check_against_head(ours=wall_clock(), theirs=shown.clock)
     return found
 
 

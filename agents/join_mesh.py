@@ -30,13 +30,14 @@ from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import forget_identity
 from agents.machine_state import LEAVING_NAME, MachineState
 from agents.mesh_asking import Asking, Membership
-from agents.mesh_heard import HEAD, JoinAnswer, MeshNewsHeard, answer_errors
+from agents.mesh_heard import JoinAnswer, MeshNewsHeard, answer_errors
 from agents.mesh_ports import MeshPorts, free_ports
 from agents.own_port import check_free
 from agents.raylet import ADDRESS_LABEL, GPU_TYPE_LABEL
 from agents.raylet_process import check_programs
 from mesh.errors import AuthenticationError, MeshError, RemoteProtocolError, TransportError
 from mesh.http_transport import HttpTransport
+from mesh.ids import HEAD
 from mesh.net import firewall, other_gateways, redirect
 from mesh.net.authority import new_key_pem, signing_request
 from mesh.net.overlay import machine_overlay, member_overlay

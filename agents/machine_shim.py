@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from mesh.errors import DeploymentError
 from mesh.net.overlay import member_overlay, number_of
+from mesh.net.programs import not_installed
 from mesh.net.shim.library import (
     CONFIG_VARIABLE,
     LIBRARY,
@@ -36,13 +36,11 @@ VARIABLES = (CONFIG_VARIABLE, PRELOAD_VARIABLE)
 NONE = {CONFIG_VARIABLE: ""}
 """For a program that is started by one with the shim, and has to do without it."""
 _CAP_NET_ADMIN = 12  # linux/capability.h
-_PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
 
 
 def why_no_redirect() -> str | None:
     """What this process lacks to use nftables; None when it may."""
-    without = [f"{name} (package {package})" for name, package in _PROGRAMS.items() if not shutil.which(name)]
-    lacks = [f"not installed: {', '.join(without)}"] if without else []
+    lacks = list(filter(None, [not_installed()]))
     if os.geteuid() != 0:
         lacks.insert(0, "the agent does not run as root")
     elif not may_administer_network(Path("/proc/self/status").read_text()):

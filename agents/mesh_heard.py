@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mesh.errors import RemoteProtocolError
-from mesh.ids import MachineName
+from mesh.ids import HEAD, MachineName
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
 
-HEAD = MachineName("head")
 WORDS_MAX = 200
 """Of what was wrong with an answer, in characters: it may hold the answer."""
 

@@ -23,19 +23,17 @@ from coordinator.authority_rotation import AuthorityRotation
 from coordinator.dial_back import DialBack
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MACHINES_NAME, TOKENS_NAME, MeshBooks
-from coordinator.mesh_machines import HEAD, MeshMachine, checked_hint
+from coordinator.mesh_machines import MeshMachine, checked_hint
 from coordinator.mesh_news import MeshNewsroom
-from coordinator.mesh_requests import ShownToken, check_clock, shown_token, text_of
+from coordinator.mesh_requests import ShownToken, check_clock, new_secret, shown_token, text_of
 from coordinator.relay_desk import RelayDesk
 from mesh.errors import SpecError
-from mesh.ids import MachineName
+from mesh.ids import HEAD, MachineName
 from mesh.net.clock import wall_clock
 from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 from mesh.net.roster import MachinePlace, Machines
 from mesh.net.tokens import TTL_S, JoinToken, TokenRecord, used_already
 from mesh.resources import JoinTokenFacts
-
-SECRET_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ class MeshDesk:
         """A new one, and what it looks like in lists. Raises SpecError, ConflictError, StorageError."""
         token = JoinToken(
             id=secrets.token_hex(6),
-            secret=secrets.token_hex(SECRET_BYTES),
+            secret=new_secret(),
             fingerprint=self._authority.fingerprint(),
         )
         record = self._books.tokens.add(
@@ -166,7 +164,7 @@ class MeshDesk:
             request
         )  # again: somebody else may have come while the number was waited for
         certificate = self._authority.sign_machine(signing, name)
-        secret = secrets.token_hex(SECRET_BYTES)
+        secret = new_secret()
         machine = self._books.machines.enter(name, secret, now=wall_clock())
         if before is not None:
             self._books.machines.succeed(before, name, now=wall_clock())

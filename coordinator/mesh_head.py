@@ -42,11 +42,10 @@ from coordinator.insistence import for_ever
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MeshBooks
 from coordinator.mesh_desk import ClusterFacts, MeshDesk
-from coordinator.mesh_machines import HEAD
 from coordinator.providers.joined import check_versions
 from coordinator.ray_processes import RayProcesses
 from mesh.errors import DeploymentError, MeshError
-from mesh.ids import MachineName
+from mesh.ids import HEAD, MachineName
 from mesh.net.overlay import HEAD_NUMBER, machine_overlay
 from mesh.net.relay_client import RelayPlace
 from mesh.net.relay_outbox import report_in

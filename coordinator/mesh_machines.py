@@ -29,7 +29,6 @@ from mesh.net.overlay import NUMBER_MAX
 from mesh.net.tokens import hash_secret
 from mesh.reasons import Reason
 
-HEAD = MachineName("head")
 MACHINES_MAX = 4096
 """That are there at the same time."""
 GONE_MAX = 20_000

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh.errors import AuthenticationError, SpecError
+from mesh.errors import SpecError
 from mesh.ids import MachineName
 from mesh.net import tokens
 from mesh.net.authority import key_fingerprint
-from mesh.net.clock import is_skewed, skew_text, wall_clock
+from mesh.net.clock import check_against_head, wall_clock
 from mesh.net.tokens import JoinToken, TokenBook, TokenRecord
-from mesh.reasons import Reason
 
 
 def check_clock(request: Mapping[str, Any]) -> None:
@@ -23,13 +23,7 @@ def check_clock(request: Mapping[str, Any]) -> None:
         raise SpecError(
             "A machine says what time it is there.", field="clock", got=repr(request.get("clock"))[:80]
         )
-    now = wall_clock()
-    if is_skewed(ours=clock, theirs=now):
-        raise AuthenticationError(
-            f"{skew_text(ours=clock, theirs=now, them='the head')} Certificates would not be valid.",
-            hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
-            reason=Reason.CLOCK_SKEW,
-        )
+    check_against_head(ours=clock, theirs=wall_clock())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +45,11 @@ def shown_token(request: Mapping[str, Any], book: TokenBook, *, for_relay: bool)
     key = key_fingerprint(text_of(request, "request").encode())
     tokens.check(record, key=key, now=wall_clock(), for_relay=for_relay)
     return ShownToken(record=record, key=key)
+
+
+def new_secret() -> str:
+    """192 random bits, as hex: of a token, a machine or a relay."""
+    return secrets.token_hex(24)
 
 
 def text_of(request: Mapping[str, Any], key: str) -> str:

@@ -12,7 +12,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,13 +20,13 @@ from coordinator.api.relay_service import RelayNews, RelayTerms
 from coordinator.dial_back import DialBack
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import LEDGER_NAME, RELAYS_NAME, TOKENS_NAME, MeshBooks
-from coordinator.mesh_machines import HEAD, checked_hint
+from coordinator.mesh_machines import checked_hint
 from coordinator.mesh_news import MeshNewsroom
 from coordinator.mesh_relays import DEFAULT_HINT, MeshRelay
-from coordinator.mesh_requests import ShownToken, check_clock, shown_token, text_of
+from coordinator.mesh_requests import ShownToken, check_clock, new_secret, shown_token, text_of
 from mesh import __version__
 from mesh.errors import ConflictError, RemoteProtocolError, SpecError
-from mesh.ids import MachineName, RunUid
+from mesh.ids import HEAD, MachineName, RunUid
 from mesh.net.clock import wall_clock
 from mesh.net.relay_outbox import Report, report_in
 from mesh.net.tokens import used_already
@@ -35,7 +34,6 @@ from mesh.resources import RelayedBytes, RelayFacts
 
 SILENT_S = 30.0
 """A follower asks again at once, and a question is answered after 20 s at most."""
-SECRET_BYTES = 24
 COUNT_MAX = 10**6
 
 
@@ -103,7 +101,7 @@ class RelayDesk:
             )
         hint = checked_hint(request.get("nameHint") or DEFAULT_HINT)
         signing = text_of(request, "request").encode()
-        secret = secrets.token_hex(SECRET_BYTES)
+        secret = new_secret()
         if request.get("again") is None:
             name, certificate = await self._enter(request, hint, signing, secret)
         else:

@@ -19,6 +19,8 @@ RunUid = NewType("RunUid", str)
 MachineName = NewType("MachineName", str)
 IncarnationToken = NewType("IncarnationToken", str)
 
+HEAD = MachineName("head")
+"""The head's own on the mesh: where it has a gateway and a relay as machines have."""
 NO_EPOCH = Epoch(0)
 """The epoch of a run that has never assembled; the first real one is 1."""
 

@@ -18,10 +18,9 @@ from coordinator.api.app import make_app
 from coordinator.mesh_authority import MeshAuthority
 from coordinator.mesh_books import MeshBooks
 from coordinator.mesh_desk import ClusterFacts, MeshDesk
-from coordinator.mesh_machines import HEAD
 from mesh import __version__
 from mesh.errors import ConflictError
-from mesh.ids import MachineName
+from mesh.ids import HEAD, MachineName
 from mesh.net.api_front import ApiFront
 from mesh.net.gateway import Gateway
 from mesh.net.relay_book import RelayLimits

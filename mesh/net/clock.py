@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+from mesh.errors import AuthenticationError
+from mesh.reasons import Reason
+
 SKEW_MAX_S = 60.0
 """Clocks may differ by this much: certificates are valid this much before and after they say."""
 
@@ -17,6 +20,16 @@ def skew_text(*, ours: float, theirs: float, them: str) -> str:
 
 def is_skewed(*, ours: float, theirs: float) -> bool:
     return abs(ours - theirs) > SKEW_MAX_S
+
+
+def check_against_head(*, ours: float, theirs: float) -> None:
+    """Whether a machine (`ours`) may join its head by these clocks. Raises AuthenticationError (ClockSkew)."""
+    if is_skewed(ours=ours, theirs=theirs):
+        raise AuthenticationError(
+            f"{skew_text(ours=ours, theirs=theirs, them='the head')} Certificates would not be valid.",
+            hint="Set the clock of the one that is wrong (`timedatectl`, an NTP service), and join again.",
+            reason=Reason.CLOCK_SKEW,
+        )
 
 
 def _length(seconds: float) -> str:

@@ -26,7 +26,7 @@ from mesh.errors import DeploymentError
 from mesh.ids import Incarnation, RunUid
 from mesh.net.gate import MEMBER_PORT_MIN
 from mesh.net.programs import ProgramFailed, run_program
-from mesh.net.redirect import table_name
+from mesh.net.redirect import removal, table_name
 from mesh.reasons import Reason
 
 BEFORE_OTHERS = -5
@@ -84,11 +84,6 @@ def rules(
   }}
 }}
 """
-
-
-def removal(table: str) -> str:
-    """Takes the table away, also when it is not there."""
-    return f"table inet {table} {{}}\ndelete table inet {table}\n"
 
 
 def tables_in(listing: str) -> dict[str, RunUid]:

@@ -10,11 +10,10 @@ Rules of this file:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from mesh.net.dialling import Dialler, Leg, connect_to_any
 from mesh.net.door import Door
 from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate, Refused
+from mesh.net.guarded_tasks import GuardedTasks
 from mesh.net.identity import Identity, MachineIdentity, MemberIdentity, PeerCertificate
 from mesh.net.probe import probe, probe_relay
 from mesh.net.reception import Reception
@@ -121,7 +121,7 @@ class Gateway:
         )
         """Those that this machine uses."""
         self._captures: list[Acceptor] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = GuardedTasks()
 
     # ---- life -----------------------------------------------------------------------------------------
 
@@ -161,10 +161,7 @@ class Gateway:
         await self._relays.stop()
         if self._carried is not None:
             await self._carried.stop()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
+        await self._tasks.stop(limit_s=STOP_LIMIT_S)
         self._streams.close()
 
     @property
@@ -324,7 +321,7 @@ class Gateway:
             self._doorkeeper.leave(source, has_failed=True)
             reset(leg.socket)
             return
-        self._spawn(self._let_in(leg, self._server, source), name=f"stream from {source}")
+        self._tasks.spawn(self._let_in(leg, self._server, source), name=f"stream from {source}")
 
     async def _let_in(self, leg: Leg, server: ssl.SSLContext, source: str) -> None:
         api = self._api
@@ -345,7 +342,7 @@ class Gateway:
 
     def _on_captured(self, sock: socket.socket, address: Any) -> None:
         self._departing += 1
-        self._spawn(self._depart(sock), name=f"captured from {address[0]}")
+        self._tasks.spawn(self._depart(sock), name=f"captured from {address[0]}")
 
     async def _depart(self, sock: socket.socket) -> None:
         try:
@@ -378,14 +375,3 @@ class Gateway:
 
     def _check(self, peer: PeerCertificate) -> Refused | None:
         return self.gate.check_peer(peer, now=wall_clock(), peer_clock=None)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception:  # noqa: BLE001 - the guard: a fault in one stream is no other's
-                _log.exception("%s: a fault of the gateway", name)
-
-        task = asyncio.create_task(guarded(), name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 LIMIT_S = 10.0
+PACKAGES = {"nft": "nftables", "ip": "iproute2"}
+"""What the overlay's rules and routes are set with, and Debian's packages that have it."""
 
 
 class ProgramFailed(Exception):
     """A program did not do it; the message has what it said."""
+
+
+def not_installed() -> str | None:
+    """Which of PACKAGES this machine lacks, in words; None when it has all."""
+    lacking = [f"{name} (package {package})" for name, package in PACKAGES.items() if not shutil.which(name)]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
 
 
 def run_program(*command: str, given: str = "") -> str:

@@ -19,14 +19,13 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import shutil
 from collections.abc import Sequence
 from ipaddress import ip_address, ip_network
 
 from mesh.errors import DeploymentError
 from mesh.net import other_gateways
 from mesh.net.overlay import MEMBERS_V4, MEMBERS_V6
-from mesh.net.programs import ProgramFailed, run_program
+from mesh.net.programs import ProgramFailed, not_installed, run_program
 from mesh.reasons import Reason
 
 OVERLAY = ("198.18.0.0/15", "fd67:6d00::/32")
@@ -37,7 +36,6 @@ host (see sockets.py). Reno is in every kernel."""
 _KERNELS = ("proto", "kernel", "scope", "host")
 """How the kernel's own routes to addresses of this machine are marked."""
 _log = logging.getLogger(__name__)
-_PROGRAMS = {"nft": "nftables", "ip": "iproute2"}
 
 
 def table_name(deployment: str) -> str:
@@ -101,14 +99,6 @@ def removal(table: str) -> str:
     return f"table inet {table} {{}}\ndelete table inet {table}\n"
 
 
-def why_not() -> str | None:
-    """What this machine lacks for a redirect; None when nothing that can be seen without trying."""
-    missing = [
-        f"{name} (package {package})" for name, package in _PROGRAMS.items() if shutil.which(name) is None
-    ]
-    return f"not installed: {', '.join(missing)}" if missing else None
-
-
 async def apply(
     deployment: str,
     *,
@@ -120,7 +110,7 @@ async def apply(
 
     Raises DeploymentError; then nothing of ours is there. Where another gateway runs it is left as it is.
     """
-    lacking = why_not()
+    lacking = not_installed()
     if lacking is not None:
         raise DeploymentError(
             f"Connections cannot be redirected: {lacking}.", hint=_OTHERWISE, reason=Reason.FORBIDDEN

@@ -15,7 +15,6 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ from mesh.net.door import Door
 from mesh.net.doorkeeper import Doorkeeper
 from mesh.net.gate import Gate
 from mesh.net.greeting import greet, read_frame
+from mesh.net.guarded_tasks import GuardedTasks
 from mesh.net.identity import Identity, MachineIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import Answer, VersionError, encode_answer
 from mesh.net.refusals import Refusal
@@ -93,7 +93,7 @@ class Relay:
         """By ticket."""
         self._joints: dict[Joint, Pair] = {}
         self._pipes = Pipes()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = GuardedTasks()
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- life -----------------------------------------------------------------------------------------
@@ -108,10 +108,7 @@ class Relay:
         self._doorkeeper.close()
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
+        await self._tasks.stop(limit_s=STOP_LIMIT_S)
         for joint in list(self._joints):
             joint.cut()
         self._pipes.close()
@@ -157,7 +154,7 @@ class Relay:
             self._doorkeeper.leave(source, has_failed=True)
             reset(sock)
             return
-        self._spawn(self._serve(sock, self._server, source), name=f"relay for {source}")
+        self._tasks.spawn(self._serve(sock, self._server, source), name=f"relay for {source}")
 
     async def _serve(self, sock: socket.socket, server: ssl.SSLContext, source: str) -> None:
         try:
@@ -322,14 +319,3 @@ class Relay:
         for joint in list(self._joints):
             joint.look()
         self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception:  # noqa: BLE001 - the guard: a fault in one stream is no other's
-                _log.exception("%s: a fault of the relay", name)
-
-        task = asyncio.create_task(guarded(), name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from mesh.errors import AuthenticationError, RemoteProtocolError
 from mesh.ids import MachineName
@@ -28,6 +27,7 @@ from mesh.net.dialling import (
 )
 from mesh.net.gate import Refused
 from mesh.net.greeting import read_frame
+from mesh.net.guarded_tasks import GuardedTasks
 from mesh.net.identity import Identity, MachineIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import decode_answer
 from mesh.net.refusals import Refusal
@@ -178,7 +178,7 @@ class RelayLine:
         self._client = client
         self._context = context
         self._on_leg = on_leg
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = GuardedTasks()
         self.is_open = False
         """Whether this machine can be reached through the relay now."""
         self.opened_at = 0.0
@@ -189,14 +189,11 @@ class RelayLine:
         """Tickets above LEGS_MAX."""
 
     def start(self) -> None:
-        self._spawn(self._keep())
+        self._tasks.spawn(self._keep(), name=f"line to the relay {self._client.place.machine}")
 
     async def stop(self) -> None:
         """May be called again."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
+        await self._tasks.stop(limit_s=STOP_LIMIT_S)
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
@@ -223,18 +220,8 @@ class RelayLine:
         if len(self._tasks) > LEGS_MAX:
             self.dropped += 1
         else:
-            self._spawn(self._accept(ticket))
+            self._tasks.spawn(self._accept(ticket), name=f"leg of the relay {self._client.place.machine}")
 
     async def _accept(self, ticket: str) -> None:
         with contextlib.suppress(DialRefused):  # who has dialled is told by the relay
             self._on_leg(await self._client.accept(ticket, self._context()))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"relay {self._client.place.machine}")
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a fault at the relay line", exc_info=task.exception())

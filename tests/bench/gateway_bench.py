@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh.net import redirect
+from mesh.net.programs import not_installed
 from tests.bench.rows import told
 from tests.bench.tunnels import (
     STUNNEL_PORT,
@@ -172,7 +172,7 @@ def row(
 
 def run(quick: bool) -> list[dict[str, Any]]:
     """Every row of this benchmark."""
-    lacking = why_not() or redirect.why_not()
+    lacking = why_not() or not_installed()
     if lacking is not None:
         raise RuntimeError(lacking)
     install_missing({"stunnel": "stunnel4", "wireguard-go": "wireguard-go", "wg": "wireguard-tools"})

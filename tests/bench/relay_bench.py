@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mesh.net import redirect
+from mesh.net.programs import not_installed
 from tests.bench.gateway_bench import BULK_PORT, PORT, SERVER, carry, cpu_s, row, without_pacing
 from tests.bench.rows import told
 from tests.bench.tunnels import even_out, install_missing, is_paced
@@ -143,7 +143,7 @@ def memory_mb(process: subprocess.Popen[Any]) -> float:
 
 def run(quick: bool) -> list[dict[str, Any]]:
     """Every row of this benchmark."""
-    lacking = why_not() or redirect.why_not()
+    lacking = why_not() or not_installed()
     if lacking is not None:
         raise RuntimeError(lacking)
     install_missing({name: name for name in PROGRAMS})

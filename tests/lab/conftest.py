@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.net import redirect
+from mesh.net.programs import not_installed
 from tests.lab.deployment import Lab, build_lab
 from tests.lab.direct_deployment import DirectLab
 from tests.lab.network import why_not
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package", params=["private", pytest.param("direct", marks=pytest.mark.soak)])
 def the_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     kind = DirectLab if request.param == DirectLab.path else Lab
-    lacking = redirect.why_not() if kind is DirectLab else None
+    lacking = not_installed() if kind is DirectLab else None
     if lacking is not None:
         pytest.skip(f"no redirect here: {lacking}")
     with build_lab(tmp_path_factory.mktemp("lab"), hosts=HOSTS, joined=JOINED, kind=kind) as lab:

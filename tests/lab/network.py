@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.net import redirect
+from mesh.net.programs import not_installed
 
 PREFIX = "gmlab"
 REGISTRY = Path("/run/gangmesh-lab")
@@ -39,7 +39,7 @@ KILL_LIMIT_S = 10.0
 
 def skip_without_redirect() -> None:
     """For tests of the mesh's gateways."""
-    lacking = redirect.why_not()
+    lacking = not_installed()
     if lacking is not None:
         pytest.skip(f"no redirect here: {lacking}")
 

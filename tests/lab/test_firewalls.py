@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from mesh.ids import Epoch, Incarnation, IncarnationToken, Rank, RunUid
-from mesh.net import firewall, redirect
+from mesh.net import firewall
+from mesh.net.programs import not_installed
 from tests.lab.network import LabNetwork, call
 
 DEPLOYMENT = "firewalled"
@@ -127,7 +128,7 @@ class Three:
 
 @pytest.fixture
 def three() -> Iterator[Three]:
-    lacking = redirect.why_not()
+    lacking = not_installed()
     if lacking is not None:
         pytest.skip(f"no firewall here: {lacking}")
     made = Three(LabNetwork.build())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.net import redirect
+from mesh.net.programs import not_installed
 from tests.lab.mesh_deployment import MeshLab, mesh_lab
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(300)]
@@ -45,7 +45,7 @@ int main(void) { write(1, "static runs\\n", 12); sleep(60); return 0; }
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshLab]:
-    lacking = redirect.why_not()
+    lacking = not_installed()
     if lacking is not None:
         pytest.skip(f"no redirect for the head here: {lacking}")
     with mesh_lab(tmp_path_factory.mktemp("shim"), hosts=2) as made:

@@ -20,7 +20,6 @@ from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from agents.mesh_heard import JoinAnswer, MeshNewsHeard
 from agents.mesh_ports import free_ports
-from coordinator.mesh_machines import HEAD
 from mesh.client import connect
 from mesh.errors import (
     AuthenticationError,
@@ -32,7 +31,7 @@ from mesh.errors import (
     SpecError,
     TransportError,
 )
-from mesh.ids import MachineName
+from mesh.ids import HEAD, MachineName
 from mesh.net.authority import new_authority, new_key_pem, signing_request
 from mesh.net.gateway import Gateway
 from mesh.net.identity import MachineIdentity

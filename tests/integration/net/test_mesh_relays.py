@@ -28,7 +28,6 @@ from agents.relay_agent import RelayAgent, RelaySettings
 from agents.relay_folder import RelayFolder
 from coordinator import relay_desk
 from coordinator.api import routes_mesh, routes_relays
-from coordinator.mesh_machines import HEAD
 from mesh import private_writer
 from mesh.cli.exit_codes import ExitCode
 from mesh.errors import (
@@ -39,7 +38,7 @@ from mesh.errors import (
     SpecError,
     StorageError,
 )
-from mesh.ids import MachineName
+from mesh.ids import HEAD, MachineName
 from mesh.joining import JOIN_TOKEN_VARIABLE
 from mesh.net.authority import read_certificate
 from mesh.net.gateway import Gateway
