@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from agents import machine_shim
@@ -83,6 +84,7 @@ class MeshWay:
         self._over: asyncio.Future[str] | None = None
         self._renew_now = asyncio.Event()
         """Others are to be trusted: another authority may sign."""
+        self._identifying = asyncio.Lock()
         self._head_at: tuple[tuple[str, int], ...] | None = None
         """Where the head was found last."""
         (state.path / LEAVING_NAME).unlink(missing_ok=True)  # of an agent that was killed meanwhile
@@ -258,9 +260,8 @@ class MeshWay:
         if news.version == life.version:
             return True
         if news.bundle_pem != life.bundle_pem:
-            life.bundle_pem = news.bundle_pem
+            await self._tell_identity(life, gateway, bundle_pem=news.bundle_pem)
             self._renew_now.set()
-            await self._tell_identity(life, gateway)
         await self._tell_news(gateway, news)
         if life.kept_bundle_pem != news.bundle_pem:  # a full disk does not keep the news from the gateway
             await asyncio.to_thread(self._asking.keep, life)
@@ -282,8 +283,8 @@ class MeshWay:
                         body={"request": signing_request(key).decode()},
                     )
                 with answer_errors():
-                    life.key_pem, life.certificate_pem = key, str(answer["certificate"]).encode()
-                await self._tell_identity(life, gateway)
+                    certificate = str(answer["certificate"]).encode()
+                await self._tell_identity(life, gateway, key_pem=key, certificate_pem=certificate)
             except MeshError as error:  # there are more such periods in a certificate's life
                 _log.warning("no new certificate: %s", error)
 
@@ -291,11 +292,18 @@ class MeshWay:
         if self._over is not None and not self._over.done():
             self._over.set_result(why)
 
-    async def _tell_identity(self, life: Membership, gateway: GatewayKeeper) -> None:
-        credentials = Credentials(
-            certificate_pem=life.certificate_pem, key_pem=life.key_pem, bundle_pem=life.bundle_pem
-        )
-        await gateway.tell(SetIdentity(credentials=credentials))
+    async def _tell_identity(self, life: Membership, gateway: GatewayKeeper, **changes: Any) -> None:
+        """With these changes, which are this life's when the gateway has them. One after the other."""
+        async with self._identifying:
+            changed = replace(life, **changes)
+            credentials = Credentials(
+                certificate_pem=changed.certificate_pem,
+                key_pem=changed.key_pem,
+                bundle_pem=changed.bundle_pem,
+            )
+            await gateway.tell(SetIdentity(credentials=credentials))
+            for name, value in changes.items():
+                setattr(life, name, value)
 
     async def _tell_news(self, gateway: GatewayKeeper, news: MeshNewsHeard) -> None:
         """Where everybody is; the head is where this machine has found it, and so is its relay."""

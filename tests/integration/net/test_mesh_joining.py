@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import shutil
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from agents import coming_back, head_line, join_mesh, mesh_asking
 from agents.gateway_keeper import GatewayKeeper
+from agents.gateway_wire import Request, Revoke, SetIdentity
 from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from agents.mesh_heard import JoinAnswer, MeshNewsHeard
@@ -713,6 +715,77 @@ async def test_a_gateway_that_does_not_take_a_certificate_gets_the_next_one(
     assert has_taken.is_set() and not renewing.done()
     renewing.cancel()
     await asyncio.wait([renewing])
+
+
+class FaultyGateway:
+    """Which knows what it was told; the first time it refuses what its test wants."""
+
+    def __init__(self, fault: type[Request] | None = None) -> None:
+        self.told: list[Request] = []
+        self._fault = fault
+
+    async def tell(self, request: Request) -> None:
+        if self._fault is not None and isinstance(request, self._fault):
+            self._fault = None
+            raise MeshTimeoutError("The gateway does not come up.", timeout_s=60.0)
+        self.told.append(request)
+
+    def trusts(self) -> list[bytes]:
+        return [r.credentials.bundle_pem for r in self.told if isinstance(r, SetIdentity)]
+
+
+@pytest.mark.parametrize("fault", ["the gateway is away", "the disk is full"])
+async def test_a_new_authority_that_could_not_be_told_or_kept_comes_again(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    way = head.way(tmp_path / "m", await head.token())
+    answer, life = await way._asking.ask()
+    before = life.bundle_pem
+    news = replace(answer.news, version="next", bundle_pem=before + before)
+    gateway = FaultyGateway(SetIdentity if fault == "the gateway is away" else None)
+    keep = way._asking.keep
+
+    def full(_: object) -> None:
+        monkeypatch.setattr(way._asking, "keep", keep)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fault == "the disk is full":
+        monkeypatch.setattr(way._asking, "keep", full)
+    with pytest.raises((OSError, MeshTimeoutError)):
+        await way._hear(life, cast(GatewayKeeper, gateway), news)
+    if fault == "the disk is full":  # whom to trust and whom not any more is heard at once
+        assert gateway.trusts() == [news.bundle_pem]
+        assert any(isinstance(request, Revoke) for request in gateway.told)
+    assert life.version == answer.news.version
+    assert await way._hear(life, cast(GatewayKeeper, gateway), news)
+    assert gateway.trusts() == [news.bundle_pem]
+    known = read_identity(tmp_path / "m")
+    assert known is not None and known.bundle.encode() == news.bundle_pem == life.bundle_pem
+    assert (life.version, way._renew_now.is_set()) == ("next", True)
+
+
+async def test_news_and_a_renewal_at_once_leave_the_gateway_with_both(
+    head: HeadWorld, tmp_path: Path
+) -> None:
+    way = head.way(tmp_path / "m", await head.token())
+    answer, life = await way._asking.ask()
+    may_take = asyncio.Event()
+
+    class Slow(FaultyGateway):
+        async def tell(self, request: Request) -> None:
+            await may_take.wait()
+            await super().tell(request)
+
+    gateway = Slow()
+    told = cast(GatewayKeeper, gateway)
+    news = replace(answer.news, version="next", bundle_pem=life.bundle_pem * 2)
+    heard = asyncio.create_task(way._hear(life, told, news))
+    renewed = asyncio.create_task(way._tell_identity(life, told, key_pem=b"k", certificate_pem=b"c"))
+    await asyncio.sleep(0)
+    may_take.set()
+    await asyncio.gather(heard, renewed)
+    [*_, last] = [request for request in gateway.told if isinstance(request, SetIdentity)]
+    assert (last.credentials.bundle_pem, last.credentials.key_pem) == (news.bundle_pem, b"k")
 
 
 async def test_a_renewed_certificate_is_of_the_same_machine(head: HeadWorld, tmp_path: Path) -> None:
