@@ -15,7 +15,7 @@ def skew_text(*, ours: float, theirs: float, them: str) -> str:
     """Says how far this machine's clock is ahead of or behind somebody's, as a sentence."""
     seconds = ours - theirs
     direction = "ahead of" if seconds > 0 else "behind"
-    return f"This machine's clock is {_length(abs(seconds))} {direction} {them}'s."
+    return f"This machine's clock is {length_text(abs(seconds))} {direction} {them}'s."
 
 
 def is_skewed(*, ours: float, theirs: float) -> bool:
@@ -32,7 +32,10 @@ def check_against_head(*, ours: float, theirs: float) -> None:
         )
 
 
-def _length(seconds: float) -> str:
+def length_text(seconds: float) -> str:
+    """From 0 s up, in the unit that a reader would take."""
+    if seconds < 10:
+        return f"{seconds:.3g} s"
     if seconds < 600:
         return f"{seconds:.0f} s"
     if seconds < 7200:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
+from mesh.net.clock import length_text
 from mesh.netcheck.measurements import Dialled, PortKind, Reach, Seen, Way
 from mesh.netcheck.words import rate
 from mesh.states import Transport
@@ -348,7 +349,7 @@ def _clocks(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             kind=FindingKind.CLOCK,
             ranks=(rank,),
-            message=f"The clock of {_name(seen, rank)} is {abs(offset_s):.3g} s "
+            message=f"The clock of {_name(seen, rank)} is {length_text(abs(offset_s))} "
             f"{'ahead of' if offset_s > 0 else 'behind'} that of {_name(seen, 0)}.",
             hint="Let both follow a time server (chrony, systemd-timesyncd).",
             is_fault=False,

@@ -283,11 +283,14 @@ def test_of_machines_that_were_checked_before_only_the_ways_to_a_new_one_are_mea
     )
 
 
-def test_a_clock_that_is_off_is_a_warning() -> None:
-    ahead = replace(OPEN, offset_s=3600.0)
-    [finding] = Network(3, reach={(0, 2): ahead, (2, 0): replace(OPEN, offset_s=-3600.0)}).findings()
+@pytest.mark.parametrize(
+    ("offset_s", "said"), [(3600.0, "60 min"), (5.25, "5.25 s"), (90.0, "90 s"), (7300.0, "2.0 h")]
+)
+def test_a_clock_that_is_off_is_a_warning(offset_s: float, said: str) -> None:
+    ahead = replace(OPEN, offset_s=offset_s)
+    [finding] = Network(3, reach={(0, 2): ahead, (2, 0): replace(OPEN, offset_s=-offset_s)}).findings()
     assert (finding.kind, finding.ranks, finding.is_fault) == (FindingKind.CLOCK, (2,), False)
-    assert "3.6e+03 s ahead" in finding.message
+    assert f"{said} ahead" in finding.message
 
 
 def test_what_hangs_is_said_when_the_time_is_over() -> None:
