@@ -15,7 +15,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from agents.gateway_client import GatewayClient
 from agents.gateway_wire import Counters, Request
 from agents.raylet_process import log_tail
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, TransportError
+from mesh.net.guarded_tasks import as_errors, guarded_task
 from mesh.reasons import Reason
 
 CONTROL_NAME = "gateway.sock"
@@ -81,11 +82,10 @@ class GatewayPlan:
 
 
 class GatewayKeeper:
-    """`start`, then `tell` and `ask`, then `stop`. `on_again` is called after every start but the first."""
+    """`start`, then `tell` and `ask`, then `stop`."""
 
-    def __init__(self, plan: GatewayPlan, *, on_again: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, plan: GatewayPlan) -> None:
         self.plan = plan
-        self._on_again = on_again
         self._told: dict[type[Request], Request] = {}
         self._child: Child | None = None
         self._client: GatewayClient | None = None
@@ -105,7 +105,7 @@ class GatewayKeeper:
         client = await self._begin()
         counters = await client.ask(Counters())
         self._is_up.set()
-        self._keeping = asyncio.create_task(self._keep(), name="gateway")
+        self._keeping = guarded_task(self._keep(), name="gateway")
         return [(str(host), int(port)) for host, port in counters["addresses"]]
 
     async def stop(self) -> None:
@@ -176,8 +176,9 @@ class GatewayKeeper:
             _log.error("the gateway ended by itself (code %d): starting it again", code)
             while True:
                 try:
-                    client = await self._begin()
-                    await self._tell_all(client)
+                    with as_errors("the gateway's keeper"):
+                        client = await self._begin()
+                        await self._tell_all(client)
                     break
                 except (MeshError, OSError) as error:
                     _log.error("the gateway cannot be started, again in %g s: %s", pause_s, error)
@@ -186,7 +187,6 @@ class GatewayKeeper:
                     pause_s = min(AGAIN_MAX_S, pause_s * 2)
             self.restarts += 1
             self._is_up.set()
-            self._on_again()
 
     async def _begin(self) -> GatewayClient:
         """The client of a new process, kept from here on: whatever comes next, it is closed."""

@@ -41,6 +41,7 @@ from mesh.http_transport import HttpTransport
 from mesh.ids import HEAD
 from mesh.net import firewall, other_gateways, redirect
 from mesh.net.authority import new_key_pem, signing_request
+from mesh.net.guarded_tasks import guarded_task
 from mesh.net.overlay import machine_overlay, member_overlay
 from mesh.net.paths import (
     DIALABLE_LABEL,
@@ -204,17 +205,8 @@ class MeshWay:
     # ---- life -------------------------------------------------------------------------------------
 
     def _beside(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A fault of ours in it ends this life, and is told; the next life begins anew."""
-
-        def on_done(task: asyncio.Task[None]) -> None:
-            fault = None if task.cancelled() else task.exception()
-            if fault is not None:
-                _log.error("a fault of this program: %s", task.get_name(), exc_info=fault)
-                self._end(f"a fault of this program: {fault!r}")
-
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(on_done)
-        return task
+        """A fault of ours in it ends this life; the next life begins anew."""
+        return guarded_task(work, name=name, on_fault=self._end)
 
     async def until_over(self) -> str:
         assert self._over is not None

@@ -31,6 +31,7 @@ from mesh.messages import CauseEvidence, JoinOrder, MemberCertificate
 from mesh.net import firewall
 from mesh.net.authority import new_key_pem, read_certificate, signing_request
 from mesh.net.clock import SKEW_MAX_S
+from mesh.net.guarded_tasks import as_errors, guarded_task
 from mesh.net.identity import PeerCertificate
 from mesh.net.overlay import member_overlay, number_of
 from mesh.net.paths import NetworkFacts, Path
@@ -100,7 +101,7 @@ class MeshNetwork:
         roster = SetRoster(roster=_roster(order, arrivals))
         self._line = OverlayLine(self._gateway, [roster, self._host()], on_lost=lost)
         await self._line.start()
-        self._renewing = asyncio.create_task(self._renew(order), name="renewing the certificate")
+        self._renewing = guarded_task(self._renew(order), name="renewing the certificate", on_fault=lost)
         epoch = order.incarnation.epoch
         return open_path(order, path, layer=f"gateways admit certificates of epoch {epoch} only")
 
@@ -179,10 +180,11 @@ class MeshNetwork:
             ttl_s = shown.not_after - shown.not_before - SKEW_MAX_S  # it begins so long before it is signed
             await asyncio.sleep(max(RENEW_AGAIN_S, ttl_s * part))
             try:
-                shown = await self._certify(order)
-                await self._line.tell(self._host())
+                with as_errors("renewing the certificate"):
+                    shown = await self._certify(order)
+                    await self._line.tell(self._host())
                 part = RENEW_PART
-            except MeshError as error:
+            except (MeshError, OSError) as error:
                 part = RENEW_AGAIN_PART
                 _log.error("the certificate of %s is not renewed: %s", order.incarnation, error)
 

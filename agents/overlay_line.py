@@ -20,6 +20,7 @@ from typing import TypeVar
 from agents.gateway_client import GatewayClient
 from agents.gateway_wire import Request
 from mesh.errors import MeshError, MeshTimeoutError, TransportError
+from mesh.net.guarded_tasks import guarded_task
 
 AGAIN_LIMIT_S = 30.0
 AGAIN_PAUSE_S = 0.1
@@ -44,7 +45,7 @@ class OverlayLine:
     async def start(self) -> None:
         """The gateway knows the member when it returns. Raises MeshError."""
         await patiently(self._begin)
-        self._keeping = asyncio.create_task(self._keep(), name="line to the gateway")
+        self._keeping = guarded_task(self._keep(), name="line to the gateway", on_fault=self._on_lost)
 
     async def tell(self, request: Request) -> None:
         """In place of what was told of this kind, from now on. Raises MeshError."""

@@ -68,6 +68,25 @@ async def test_a_gateway_that_is_killed_is_back_and_knows_who_it_is(keeper: Gate
     assert [tuple(address) for address in found] == addresses
 
 
+async def test_after_a_fault_of_ours_the_next_one_is_begun_all_the_same(
+    keeper: GatewayKeeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await keeper.start()
+    await know_everything(keeper)
+    tell_all = keeper._tell_all
+
+    async def faulty(client: GatewayClient) -> None:
+        monkeypatch.setattr(keeper, "_tell_all", tell_all)
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(keeper, "_tell_all", faulty)
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    await eventually(lambda: keeper.restarts == 1, "it to be started again")
+    assert "addresses" in await keeper.ask(Counters())
+    assert "a fault of this program" in caplog.text and "of ours" in caplog.text
+
+
 async def test_one_that_does_not_answer_twice_is_ended_and_another_one_is_asked(
     keeper: GatewayKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,6 +229,27 @@ async def test_a_gateway_that_does_not_come_back_loses_the_member(
         assert network.explain(CauseEvidence()).by_infrastructure
 
 
+async def test_a_fault_of_ours_while_the_next_gateway_is_told_loses_the_member_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(tmp_path) as here:
+        network = await here.opened()
+
+        async def faulty() -> None:
+            raise RuntimeError("of ours")
+
+        assert network._line is not None
+        monkeypatch.setattr(network._line, "_begin", faulty)
+        here.kill()
+
+        async def is_lost() -> bool:
+            return bool(here.lost)
+
+        await eventually(is_lost)
+        assert "a fault of this program" in here.lost[0]
+        assert "line to the gateway: a fault of this program" in caplog.text
+
+
 async def test_a_member_of_an_epoch_that_is_over_opens_nothing(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         ghost = here.network()
@@ -272,6 +293,22 @@ async def test_the_certificate_is_renewed_while_the_member_runs(tmp_path: Path) 
         await eventually(is_renewed)
         assert set(here.signed) == {here.signed[0]}
         assert await here.runs() == UP
+        assert not here.lost
+
+
+async def test_a_fault_of_ours_in_a_renewal_is_told_and_it_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(tmp_path) as here:
+        here.ttl_s = 1.0
+        await here.opened()
+        here.refusals = [RuntimeError("can't start new thread")]
+
+        async def is_renewed() -> bool:
+            return len(here.signed) > 2
+
+        await eventually(is_renewed)
+        assert "can't start new thread" in caplog.text
         assert not here.lost
 
 

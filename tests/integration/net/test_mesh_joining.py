@@ -899,4 +899,4 @@ async def test_a_fault_of_ours_in_the_news_ends_a_life_and_is_told(
 
     way._beside(fails(), "news")
     assert "RuntimeError" in await asyncio.wait_for(way.until_over(), 20)
-    assert "a fault of this program: news" in caplog.text
+    assert "news: a fault of this program" in caplog.text
