@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,31 @@ def test_a_file_is_its_owner_s_and_no_draft_is_left(tmp_path: Path) -> None:
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_draft_that_is_not_finished_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "secret"
+    write_private(path, "old")
+    monkeypatch.setattr(*((os, "fsync", full) if fails == "fsync" else (Path, "replace", full)))
+    with pytest.raises(OSError, match="No space"):
+        write_private(path, "new")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "old"
+
+
+def test_the_drafts_of_who_was_killed_go_with_the_next_write(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    others = {tmp_path / name for name in (".secret.more.4194999.tmp", ".secret.tmp", ".secret.x.tmp")}
+    for left in (tmp_path / ".secret.4194999.tmp", *others):
+        left.write_text("key")
+    write_private(path, "new")
+    assert set(tmp_path.iterdir()) == {path, *others}
 
 
 async def test_what_was_begun_by_who_was_cancelled_does_not_overwrite_what_came_later(
