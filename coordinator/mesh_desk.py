@@ -217,7 +217,7 @@ class MeshDesk:
     async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> MeshNews:
         """What is new since `after`; waits for it, for a while. `is_gone`: who asked does not wait any more.
 
-        Raises AuthenticationError when this machine is not one any more.
+        Raises AuthenticationError when this machine is not one any more; TransportError (LimitExceeded).
         """
         machine = await self._check(name, secret)
         await self._newsroom.until_new(machine.name, after, is_gone=is_gone)

@@ -13,9 +13,13 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from mesh.errors import TransportError
 from mesh.ids import MachineName
+from mesh.reasons import Reason
 
 FOLLOW_LIMIT_S = 20.0
+FOLLOWS_MAX = 8
+"""Questions of one name that wait: an agent has one, and for a moment those of connections that broke."""
 FOLLOW_LOOK_S = 0.5
 """Between two looks whether who follows is still there."""
 NUMBER_DIGITS_MAX = 18
@@ -64,7 +68,16 @@ class MeshNewsroom:
         return self._following[name] > 0
 
     async def until_new(self, name: MachineName, after: str, *, is_gone: Callable[[], bool]) -> None:
-        """Returns when the version is another one, when who asked has gone, or after a while."""
+        """Returns when the version is another one, when who asked has gone, or after a while.
+
+        Raises TransportError (LimitExceeded) when too many questions of this name wait already.
+        """
+        if self._following[name] >= FOLLOWS_MAX:
+            raise TransportError(
+                f"{FOLLOWS_MAX} questions of {name} wait for news already.",
+                hint="One agent asks one question at a time: is there a copy of it?",
+                reason=Reason.LIMIT_EXCEEDED,
+            )
         life, _, number = after.partition(".")
         if (
             life == self._life

@@ -156,7 +156,7 @@ class RelayDesk:
         return name, certificate
 
     async def follow(self, name: str, secret: str, after: str, *, is_gone: Callable[[], bool]) -> RelayNews:
-        """What is new since `after`; waits for it, for a while. Raises AuthenticationError."""
+        """What is new since `after`; waits for it, for a while. Raises as `MeshDesk.follow`."""
         relay = await self._check(name, secret)
         self._hear(relay.name)
         await self._newsroom.until_new(relay.name, after, is_gone=is_gone)

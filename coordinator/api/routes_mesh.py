@@ -183,7 +183,7 @@ ENDPOINTS = (
         access="open",
         parameters=(AFTER,),
         answers=(Answer(text="Everything that there is to know now.", shape=MeshNews),),
-        errors=(HTTPStatus.CONFLICT,),
+        errors=(HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS),
     ),
     Endpoint(
         method="POST",

@@ -110,7 +110,7 @@ ENDPOINTS = (
         access="open",
         parameters=(AFTER,),
         answers=(Answer(text="Everything that there is to know now.", shape=RelayNews),),
-        errors=CONFLICT,
+        errors=(*CONFLICT, HTTPStatus.TOO_MANY_REQUESTS),
     ),
     Endpoint(
         method="POST",

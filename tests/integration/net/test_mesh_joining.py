@@ -22,6 +22,7 @@ from agents.head_line import HeadUrl, head_api
 from agents.machine_identity import read_identity
 from agents.mesh_heard import JoinAnswer, MeshNewsHeard
 from agents.mesh_ports import free_ports
+from coordinator import mesh_news
 from mesh.client import connect
 from mesh.errors import (
     AuthenticationError,
@@ -287,6 +288,24 @@ async def test_a_machine_that_was_given_up_hears_it_while_it_waits(head: HeadWor
         await head.desk.give_up([life.name])
         with pytest.raises(AuthenticationError, match="given up"):
             await waiting
+
+
+async def test_one_machine_holds_only_so_many_questions_open(head: HeadWorld, tmp_path: Path) -> None:
+    answer, life = await joined(head, tmp_path / "m")
+    async with head_api(head.url, bundle_pem=await bundle(head), secret=life.secret) as api:
+        path, query = f"/v1/machines/{life.name}/mesh", {"after": answer.news.version}
+        asked = [
+            asyncio.create_task(api.call("GET", path, query=query, repeat_s=0.0))
+            for _ in range(mesh_news.FOLLOWS_MAX + 1)
+        ]
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=10.0)
+        assert len(waiting) == mesh_news.FOLLOWS_MAX
+        [refused] = done
+        with pytest.raises(TransportError, match="wait for news already"):
+            await refused
+        await joined(head, tmp_path / "n")
+        for news in await asyncio.gather(*waiting):
+            assert set(news["machines"]) == {HEAD, "machine-1", "machine-2"}
 
 
 async def test_a_follower_that_is_gone_is_soon_not_taken_for_one(head: HeadWorld, tmp_path: Path) -> None:
