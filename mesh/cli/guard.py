@@ -26,6 +26,11 @@ def execute(work: Work, *, state: Path | None = None) -> NoReturn:
     leave(guarded(lambda: asyncio.run(_as_coroutine(work)), state=state))
 
 
+def execute_waiting(work: Callable[[], int | None]) -> NoReturn:
+    """The same for what awaits nothing, and may block: in a loop of asyncio's the first Ctrl-C would not end it."""
+    leave(guarded(lambda: work() or ExitCode.OK))
+
+
 async def _as_coroutine(work: Work) -> int:
     return await work() or ExitCode.OK
 

@@ -16,7 +16,7 @@ from mesh.cli.agent import (
     join_environment,
     start_detached,
 )
-from mesh.cli.guard import execute
+from mesh.cli.guard import execute_waiting
 from mesh.joining import MACHINE_STATE
 
 MODULE = "agents"
@@ -100,19 +100,19 @@ def join(
     ]
     words += [word for pair in label or [] for word in ("--label", pair)]
 
-    async def work() -> int:
+    def work() -> int:
         environment = join_environment(head, token, token_file)
         if not detach:
             become(MODULE, words, environment)
         return start_detached(MODULE, words, environment, folder)
 
-    execute(work)
+    execute_waiting(work)
 
 
 def leave(state: MachineStateOption = MACHINE_STATE) -> None:
     """Lets this machine leave its deployment: its run saves and gets another machine, its certificate is revoked."""
 
-    async def work() -> int:
+    def work() -> int:
         become(MODULE, ["leave", "--state", str(state.expanduser().absolute())])
 
-    execute(work)
+    execute_waiting(work)

@@ -16,7 +16,7 @@ from mesh.cli.agent import (
     join_environment,
     start_detached,
 )
-from mesh.cli.guard import execute
+from mesh.cli.guard import execute_waiting
 from mesh.joining import RELAY_STATE
 
 MODULE = "agents.relay_agent"
@@ -63,10 +63,10 @@ def relay(
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
 
-    async def work() -> int:
+    def work() -> int:
         environment = join_environment(head, token, token_file)
         if not detach:
             become(MODULE, words, environment)
         return start_detached(MODULE, words, environment, folder)
 
-    execute(work)
+    execute_waiting(work)

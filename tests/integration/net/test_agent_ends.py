@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from agents.leave import _agent_of
 from agents.machine_state import claimed
 from mesh.joining import JOIN_TOKEN_VARIABLE
 from mesh.net.tokens import JoinToken
 from tests.mesh_head_world import HeadWorld, head_world
+from tests.net_world import eventually
 
 MESH = Path(sys.executable).with_name("mesh")
 END_LIMIT_S = 60.0
@@ -116,6 +119,40 @@ async def test_a_daemon_s_end_has_the_same_code_and_a_port_that_is_taken_costs_n
         command, head, tmp_path / "m", "--detach", "--listen", f"127.0.0.1:{free_port()}", token=other
     )
     assert (strange.code, "not the head that made this token" in strange.said) == (6, True), strange.said
+
+
+@pytest.mark.parametrize("command", [JOIN, RELAY])
+async def test_one_ctrl_c_ends_who_waits_for_a_daemon_and_the_daemon(
+    head: HeadWorld, tmp_path: Path, command: str
+) -> None:
+    folder = tmp_path / "m"
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        JOIN_TOKEN_VARIABLE: str(await token_for(command, head)),
+    }
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        process = await asyncio.create_subprocess_exec(
+            *(str(MESH), command, url, "--state", str(folder), "--detach"),
+            *("--listen", f"127.0.0.1:{free_port()}"),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        silent.settimeout(END_LIMIT_S)
+        connection, _ = await asyncio.to_thread(silent.accept)  # the daemon asks: its end is waited for
+        with connection:
+            daemon = _agent_of(folder)
+            assert daemon is not None
+            os.kill(daemon, signal.SIGSTOP)  # it is not what ends the other one
+            try:
+                process.send_signal(signal.SIGINT)
+                await asyncio.wait_for(process.wait(), 20.0)
+            finally:
+                os.kill(daemon, signal.SIGCONT)
+    assert process.returncode == 130
+    await eventually(lambda: _agent_of(folder) is None, "the daemon to end")
 
 
 async def test_a_relay_that_the_head_cannot_dial_ends_as_unreachable(
