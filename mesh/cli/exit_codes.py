@@ -22,6 +22,7 @@ from mesh.errors import (
     NotFoundError,
     RemoteProtocolError,
     SpecError,
+    StorageError,
     TransportError,
 )
 from mesh.reasons import Reason
@@ -58,16 +59,18 @@ TABLE = """Exit codes:
     5    the name is taken, or the run's state does not allow this
     6    no token, or a wrong one
     123  the run was suspended while `mesh run` or `mesh logs -f` was with it; it has not ended
-    124  `mesh wait --timeout` or `mesh chaos --timeout` ran out
+    124  `mesh wait --timeout` or `mesh chaos --timeout` ran out, or the deployment did not answer in time
     125  `mesh run` lost sight of a run that may still go on
     129  the terminal was closed (the run goes on)
     130  Ctrl-C, or the run was cancelled
     141  the reader of the output has gone, as after `| head -1` (the run goes on)
     143  SIGTERM
 
-For `mesh join` and `mesh relay` 3 is that the head cannot be reached or cannot reach the relay, 5 that a
-port, the folder or the identity is in use or that the versions differ, 6 that the head refuses who asks, and
-1 that this machine lacks something. They end with 0 when they were told to stop.
+For `mesh join` and `mesh relay` 3 is that the head cannot be reached, cannot take it in now (its disk is full), or
+cannot reach the relay, or that something was not up in time: it may be tried again. 5 is that a port, the
+folder or the identity is in use or that the versions differ, 6 that the head refuses who asks, and 1 that this
+machine lacks something. They end with 0 when they were told to stop. `mesh leave` ends with 3 when the head of
+a relay could not be told.
 
 `mesh run` and `mesh wait` exit with the run's own code: that of the rank that failed first, 128 + n when it
 was ended by signal n, 126 and 127 when its command could not be executed or was not found. In a pipeline
@@ -98,11 +101,15 @@ _CODE_OF_REASON = {
 }
 
 
+_HEADS_FAULTS = (RemoteProtocolError, MeshTimeoutError, StorageError)
+"""Where a machine or a relay has nothing to mend itself."""
+
+
 def code_of_agent(error: MeshError) -> ExitCode:
     """The exit code of `mesh join`, `mesh relay` and `mesh leave`, where not everything is about the deployment."""
     if isinstance(error, DeploymentError):
         return _CODE_OF_REASON.get(error.reason, ExitCode.FAILED)
-    return ExitCode.NO_DEPLOYMENT if isinstance(error, RemoteProtocolError) else code_of_error(error)
+    return ExitCode.NO_DEPLOYMENT if isinstance(error, _HEADS_FAULTS) else code_of_error(error)
 
 
 def code_of_run(run: Mapping[str, Any]) -> int:

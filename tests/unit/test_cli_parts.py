@@ -15,7 +15,7 @@ import pytest
 from mesh.cli import chaos, machines
 from mesh.cli.attend import StoryTeller, summary_of
 from mesh.cli.dry_run import print_dry_run
-from mesh.cli.exit_codes import ExitCode, code_of_error, code_of_run
+from mesh.cli.exit_codes import ExitCode, code_of_agent, code_of_error, code_of_run
 from mesh.cli.head import HeadOptions, head_environment
 from mesh.cli.job_input import PASSED_ON, as_submitted, read_job
 from mesh.cli.log_view import LogView, OutputPump
@@ -24,7 +24,19 @@ from mesh.cli.output import end_of, lay_out, span
 from mesh.cli.run import RunOptions
 from mesh.cli.terminal import OutputClosedError, Terminal, printable
 from mesh.deployment import DeploymentRecord, process_started, read_record, state_folder, write_record
-from mesh.errors import ConflictError, DeploymentError, MeshError, NotFoundError, SpecError
+from mesh.errors import (
+    AuthenticationError,
+    ConflictError,
+    DeploymentError,
+    MeshError,
+    MeshTimeoutError,
+    NotFoundError,
+    RemoteProtocolError,
+    SpecError,
+    StorageError,
+    TransportError,
+)
+from mesh.reasons import Reason
 from mesh.spec import job_from_flags
 from mesh.submission import dry_run_answer, facts_for, prepare
 
@@ -94,6 +106,27 @@ def test_chaos_says_what_its_moment_waits_for(
 
 def test_every_error_has_an_exit_code_other_than_zero() -> None:
     assert all(code_of_error(error("x")) != ExitCode.OK for error in MeshError.tree())
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TransportError("no connection"), ExitCode.NO_DEPLOYMENT),
+        (MeshTimeoutError("POST /v1/mesh/join was not answered"), ExitCode.NO_DEPLOYMENT),
+        (StorageError("the head's disk is full"), ExitCode.NO_DEPLOYMENT),
+        (RemoteProtocolError("no head"), ExitCode.NO_DEPLOYMENT),
+        (DeploymentError("cannot dial", reason=Reason.UNREACHABLE), ExitCode.NO_DEPLOYMENT),
+        (DeploymentError("no nft", reason=Reason.FORBIDDEN), ExitCode.FAILED),
+        (DeploymentError("taken", reason=Reason.PORT_TAKEN), ExitCode.CONFLICT),
+        (ConflictError("other versions"), ExitCode.CONFLICT),
+        (AuthenticationError("another token"), ExitCode.UNAUTHENTICATED),
+        (SpecError("--listen"), ExitCode.USAGE),
+    ],
+    ids=repr,
+)
+def test_an_agent_ends_as_the_table_says(error: MeshError, code: ExitCode) -> None:
+    """3 may be tried again, 1 is for this machine's owner."""
+    assert code_of_agent(error) == code
 
 
 def test_a_table_fits_and_only_flexible_columns_give_way() -> None:
