@@ -30,6 +30,7 @@ from typing import Any
 import uvloop
 
 from agents.gateway_wire import (
+    CONTROL_NAME,
     FRAME_BYTES_MAX,
     CarryRelay,
     Counters,
@@ -65,7 +66,6 @@ from mesh.net.sockets import has_ipv6
 from mesh.reasons import Reason
 from mesh.wire import FrameParser, encode_frame
 
-CONTROL_NAME = "gateway.sock"
 LOG_BYTES_MAX = 5_000_000
 CLIENTS_MAX = 32
 """At the control socket: an agent, sometimes the next one, a member, and a head's probes."""

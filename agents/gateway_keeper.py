@@ -22,13 +22,12 @@ from typing import Any
 
 from agents.child import Child, spawn
 from agents.gateway_client import GatewayClient
-from agents.gateway_wire import Counters, Request
+from agents.gateway_wire import CONTROL_NAME, Counters, Request
 from agents.raylet_process import log_tail
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError, TransportError
 from mesh.net.guarded_tasks import as_errors, guarded_task
 from mesh.reasons import Reason
 
-CONTROL_NAME = "gateway.sock"
 START_LIMIT_S = 30.0
 START_LOOK_S = 0.02
 STOP_GRACE_S = 8.0

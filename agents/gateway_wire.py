@@ -19,6 +19,8 @@ from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace, Machines, MemberPlace, Roster
 from mesh.net.tls import Credentials
 
+CONTROL_NAME = "gateway.sock"
+"""Of the control socket, in the folder of a gateway's process."""
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 
 

@@ -27,6 +27,8 @@ from mesh.net.tls import API_NAME, authority_context, stranger_context
 
 HEAD_ADDRESSES_MAX = 4
 RESOLVE_LIMIT_S = 10.0
+JOIN_LIMIT_S = 30.0
+"""For the head to take somebody in, and to try to dial back."""
 STRANGER_BYTES_MAX = 1024 * 1024
 """Of the answer of who may be anybody. A head's is a few certificates."""
 

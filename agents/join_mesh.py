@@ -25,7 +25,7 @@ from agents import machine_shim
 from agents.gateway_keeper import GatewayKeeper, GatewayPlan
 from agents.gateway_wire import Offer, Revoke, SetIdentity, SetLocal, SetMachines, SetRelays
 from agents.gpus import Gpus, find_gpus
-from agents.head_line import has_moved, head_api, own_addresses
+from agents.head_line import JOIN_LIMIT_S, has_moved, head_api, own_addresses
 from agents.join import AGAIN_FIRST_S, AGAIN_MAX_S, LEAVE_LOOK_S, Terms
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import forget_identity
@@ -57,7 +57,6 @@ from mesh.net.shim.library import ShimPlace
 from mesh.net.tls import Credentials
 from mesh.reasons import Reason
 
-JOIN_LIMIT_S = 30.0
 FOLLOW_LIMIT_S = 40.0
 """The head answers within 20 s when there is nothing new."""
 NONSENSE_MAX = 30

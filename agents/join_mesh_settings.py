@@ -39,15 +39,13 @@ def read_settings(
 ) -> MeshJoinSettings:
     """From the command line. Raises SpecError."""
     for option, address in (("--private-address", private_address), ("--public-address", public_address)):
-        _check_address(option, address)
+        check_address(option, address)
     if bool(private_network) != bool(private_address):
         raise SpecError(
             "--private-network and --private-address belong together: which network, and this machine's address in it.",
             field="--private-network",
         )
-    where = address_and_port(listen)
-    if where[1] == 0:
-        raise SpecError("--listen takes a port of its own choice.", field="--listen", got=listen)
+    where = listen_address(listen)
     return MeshJoinSettings(
         head=HeadUrl.parse(head),
         token=JoinToken.parse(token) if token else None,
@@ -60,7 +58,16 @@ def read_settings(
     )
 
 
-def _check_address(option: str, address: str) -> None:
+def listen_address(listen: str) -> tuple[str, int]:
+    """Of a machine or a relay that others are told of. Raises SpecError."""
+    where = address_and_port(listen)
+    if where[1] == 0:
+        raise SpecError("--listen takes a port of its own choice.", field="--listen", got=listen)
+    return where
+
+
+def check_address(option: str, address: str) -> None:
+    """One that others can be told, or none. Raises SpecError."""
     try:
         usable = not address or not ipaddress.ip_address(address).is_unspecified
     except ValueError:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents.gateway_keeper import CONTROL_NAME
+from agents.gateway_wire import CONTROL_NAME
 from agents.machine_folder import FOLDER_VARIABLE, GATEWAY_VARIABLE, note_environment
 from agents.ray_environment import ray_environment, user_environment
 from mesh.errors import DeploymentError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
-from agents.head_line import ask_trust, head_api
+from agents.head_line import JOIN_LIMIT_S, ask_trust, head_api
 from agents.join_key import forget_join_key, join_key
 from agents.join_mesh_settings import MeshJoinSettings
 from agents.machine_identity import KnownIdentity, read_identity, write_identity
@@ -24,7 +24,6 @@ from mesh.net.authority import new_key_pem, signing_request
 from mesh.net.clock import wall_clock
 from mesh.reasons import Reason
 
-JOIN_LIMIT_S = 30.0
 ANEW = (Reason.UNAUTHENTICATED, Reason.IDENTITY_COPIED, Reason.IDENTITY_IN_USE)
 """A machine that is refused for one of these joins anew, when it has a token."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import sys
@@ -31,9 +30,10 @@ import uvloop
 
 from agents.agent_program import ReadyLine, take_token
 from agents.coming_back import IN_USE_LIMIT_S, ask_until_free
-from agents.gateway import address_and_port, raise_descriptor_limit
-from agents.head_line import HeadUrl, ask_trust, head_api, own_addresses
+from agents.gateway import raise_descriptor_limit
+from agents.head_line import JOIN_LIMIT_S, HeadUrl, ask_trust, head_api, own_addresses
 from agents.join_key import forget_join_key, join_key
+from agents.join_mesh_settings import check_address, listen_address
 from agents.machine_state import LEAVING_NAME, claimed
 from agents.mesh_heard import RelayNewsHeard, answer_errors
 from agents.own_port import check_free, port_errors
@@ -46,7 +46,6 @@ from mesh.errors import (
     DeploymentError,
     MeshError,
     MeshTimeoutError,
-    SpecError,
     TransportError,
 )
 from mesh.ids import MachineName
@@ -60,7 +59,6 @@ from mesh.net.relay_outbox import report_out
 from mesh.net.tokens import JoinToken
 from mesh.reasons import Reason
 
-JOIN_LIMIT_S = 30.0
 FOLLOW_LIMIT_S = 40.0
 """The head answers within 20 s when there is nothing new."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 0.5, 10.0
@@ -431,21 +429,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_settings(options: argparse.Namespace, token: str | None) -> RelaySettings:
     """Raises SpecError."""
-    if options.public_address:
-        try:
-            ipaddress.ip_address(options.public_address)
-        except ValueError:
-            raise SpecError(
-                f"--public-address takes an IP address, not {options.public_address[:80]!r}.",
-                field="--public-address",
-            ) from None
-    where = address_and_port(options.listen)
-    if where[1] == 0:
-        raise SpecError("--listen takes a port of its own choice.", field="--listen", got=options.listen)
+    check_address("--public-address", options.public_address)
     return RelaySettings(
         head=HeadUrl.parse(options.head),
         token=JoinToken.parse(token) if token else None,
-        listen=where,
+        listen=listen_address(options.listen),
         public_address=options.public_address,
         name_hint=options.name_hint,
     )

@@ -69,9 +69,6 @@ class Pump:
         self._plain_shut = False
         """Our FIN is out on that side: nothing of that direction is left."""
         self.ended: PumpEnd | None = None
-        self.bytes_sent = 0
-        """Of the member's, towards the peer."""
-        self.bytes_received = 0
 
     def start(self) -> None:
         """From here on the loop drives it. What the channel has read already goes first."""
@@ -111,7 +108,6 @@ class Pump:
             self._end(PumpEnd.MEMBER_RESET)
             return
         if count:
-            self.bytes_sent += count
             self._tls.write(_plain[:count])
             self._again_if_dead(self._plain, self._on_plain_readable)
         else:
@@ -190,7 +186,6 @@ class Pump:
             pass
         except ssl.SSLZeroReturnError:
             self._wire_ended = True
-        self.bytes_received += filled
         if self._wire_ended:
             self._loop.remove_reader(self._wire)
         sent = self._send(self._plain, _plain[:filled]) if filled else 0

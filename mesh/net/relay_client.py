@@ -185,8 +185,6 @@ class RelayLine:
         """When it was opened last, by the loop's clock."""
         self.breaks = 0
         """How often the line broke, or could not be opened."""
-        self.dropped = 0
-        """Tickets above LEGS_MAX."""
 
     def start(self) -> None:
         self._tasks.spawn(self._keep(), name=f"line to the relay {self._client.place.machine}")
@@ -217,9 +215,7 @@ class RelayLine:
         self.opened_at = asyncio.get_running_loop().time()
 
     def _on_ticket(self, ticket: str) -> None:
-        if len(self._tasks) > LEGS_MAX:
-            self.dropped += 1
-        else:
+        if len(self._tasks) <= LEGS_MAX:
             self._tasks.spawn(self._accept(ticket), name=f"leg of the relay {self._client.place.machine}")
 
     async def _accept(self, ticket: str) -> None:

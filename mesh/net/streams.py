@@ -48,9 +48,6 @@ class Streams:
         self._making = 0
         self._timer: asyncio.TimerHandle | None = None
         self.ends: Counter[PumpEnd] = Counter()
-        self.bytes_sent = 0
-        """Of members here, by streams that have ended."""
-        self.bytes_received = 0
         self.changed = asyncio.Event()
         """Set and replaced at each `apply`: who waits for the gate to know more waits for this."""
 
@@ -100,11 +97,8 @@ class Streams:
         stream = _Stream(owners)
 
         def ended(end: PumpEnd) -> None:
-            assert stream.pump is not None
             self._running.discard(stream)
             self.ends[end] += 1
-            self.bytes_sent += stream.pump.bytes_sent
-            self.bytes_received += stream.pump.bytes_received
             on_end()
 
         try:

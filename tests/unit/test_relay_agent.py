@@ -9,9 +9,9 @@ import pytest
 
 from agents.head_line import HeadUrl
 from agents.mesh_heard import RelayNewsHeard
-from agents.relay_agent import RelayAgent, RelaySettings
+from agents.relay_agent import RelayAgent, RelaySettings, build_parser, read_settings
 from agents.relay_folder import KnownRelay, RelayFolder
-from mesh.errors import DeploymentError, TransportError
+from mesh.errors import DeploymentError, SpecError, TransportError
 from mesh.reasons import Reason
 
 KNOWN = KnownRelay(
@@ -75,3 +75,19 @@ async def test_a_relay_whose_head_went_away_while_it_was_asked_to_dial_is_announ
         assert not made._is_announced
     await made._announce_late()
     assert made._is_announced
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (("--public-address", "0.0.0.0"), "--public-address"),
+        (("--public-address", "::"), "--public-address"),
+        (("--public-address", "example.org"), "--public-address"),
+        (("--listen", "0.0.0.0:0"), "--listen"),
+    ],
+)
+def test_what_nobody_can_reach_is_refused_as_of_a_machine(wrong: tuple[str, str], field: str) -> None:
+    given = ["--head", KNOWN.head, "--listen", "0.0.0.0:8472", *wrong]
+    with pytest.raises(SpecError) as raised:
+        read_settings(build_parser().parse_args(given), None)
+    assert raised.value.details["field"] == field

@@ -15,8 +15,7 @@ import pytest
 
 from agents import mesh_network, overlay_line
 from agents.core.events import Arrival
-from agents.gateway import CONTROL_NAME
-from agents.gateway_wire import Counters, SetRoster
+from agents.gateway_wire import CONTROL_NAME, Counters, SetRoster
 from agents.mesh_network import MeshNetwork
 from agents.network import TrustedNetwork
 from agents.overlay_line import ask
