@@ -14,7 +14,7 @@ Rules of this file:
    here or there) is tried again for as long as it takes: a machine cannot know when the cable is put back.
 4. This process decides nothing about runs. Its raylet dies with it, and with the raylet what Ray started.
 5. Told to stop, it tells the head that this machine goes away, and stays until the run that has it has left, for a
-   grace period; told again, it stops at once.
+   grace period; told again, it stops at once. So does who has not joined yet.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from agents.raylet_process import (
     start_limit,
     until_alive,
 )
+from agents.stopping import unless_stopped
 from mesh.errors import AuthenticationError, ConflictError, MeshError, SpecError
 
 HOUSEKEEPING_S = 5.0
@@ -175,9 +176,10 @@ class _Agent:
 
     async def _live(self) -> None:
         """One life as one machine of the cluster, until the raylet ends or a stop is asked for."""
-        terms = await self._way.enter()
-        node = self._node(terms)
-        raylet = await self._start(node, terms)
+        entered = await unless_stopped(self._stop, self._enter())
+        if entered is None:
+            return
+        node, raylet = entered
         self._has_joined = True
         _log.info("joined %s as %s (%s)", self._way.head, node.name, node.address)
         self._on_joined(node.name)
@@ -201,6 +203,11 @@ class _Agent:
         else:
             _log.warning("%s is not a machine any more: %s", node.name, over.result())
             await raylet.stop(grace_s=RAYLET_GRACE_S)
+
+    async def _enter(self) -> tuple[RayNode, Child]:
+        terms = await self._way.enter()
+        node = self._node(terms)
+        return node, await self._start(node, terms)
 
     async def _leave(self, name: str, raylet: Child) -> None:
         """Says that this machine goes away, and waits until its run has left it: as long as the grace period lasts."""

@@ -39,6 +39,7 @@ from agents.mesh_heard import RelayNewsHeard, answer_errors
 from agents.own_port import check_free, port_errors
 from agents.relay_folder import KnownRelay, RelayFolder
 from agents.relay_leaving import leave_head
+from agents.stopping import unless_stopped
 from mesh import __version__
 from mesh.errors import (
     AuthenticationError,
@@ -113,7 +114,9 @@ class RelayAgent:
     async def run(self, on_ready: Callable[[str], None] = lambda name: None) -> None:
         """Until `stop`. Raises MeshError when the head refuses, or cannot be reached the first time."""
         check_free(*self._settings.listen)
-        known = self._known = await self._enter()
+        known = self._known = await unless_stopped(self._stop, self._enter())
+        if known is None:
+            return
         relay = self._relay = Relay(
             identity=RelayIdentity(deployment=known.deployment, machine=MachineName(known.name)),
             limits=RelayLimits(streams_per_machine_max=STREAMS_PER_MACHINE_MAX),
@@ -124,7 +127,7 @@ class RelayAgent:
             relay.start(listen_on=(self._settings.listen,))
         try:
             if self._is_announced:
-                await self._announce()
+                await unless_stopped(self._stop, self._announce())
             _log.info("the relay %s listens on %s", known.name, relay.addresses)
             on_ready(known.name)
             await self._serve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import platform
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,18 @@ async def test_a_directory_that_goes_away_while_a_machine_rejoins_may_pass_too_a
         with pytest.raises(TransportError, match=r"10\.1\.2\.2:6379"):
             await agent._start(agent._node(terms), terms)
     assert [child.is_running for child in started] == [False]
+
+
+async def test_who_is_told_to_stop_does_not_wait_for_a_head_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_end_everything_below", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent, machine_state(tmp_path / "m") as state:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        settings = JoinSettings(head=url, token="t", address="10.1.2.3", labels={}, grace_s=5.0)
+        agent = join._Agent(PlainWay(settings), state, grace_s=5.0)
+        joining = asyncio.create_task(agent._join_again_and_again())
+        connection, _ = await asyncio.to_thread(silent.accept)
+        with connection:
+            agent._stop.set()
+            await asyncio.wait_for(joining, 20.0)

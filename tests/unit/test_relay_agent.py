@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from agents.mesh_heard import RelayNewsHeard
 from agents.relay_agent import RelayAgent, RelaySettings, build_parser, read_settings
 from agents.relay_folder import KnownRelay, RelayFolder
 from mesh.errors import DeploymentError, SpecError, TransportError
+from mesh.net.tokens import JoinToken
 from mesh.reasons import Reason
 
 KNOWN = KnownRelay(
@@ -91,3 +93,17 @@ def test_what_nobody_can_reach_is_refused_as_of_a_machine(wrong: tuple[str, str]
     with pytest.raises(SpecError) as raised:
         read_settings(build_parser().parse_args(given), None)
     assert raised.value.details["field"] == field
+
+
+async def test_who_is_told_to_stop_does_not_wait_for_a_head_that_says_nothing(tmp_path: Path) -> None:
+    token = JoinToken.parse(f"gm1.{'a' * 12}.{'b' * 48}.{'c' * 64}")
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as free:
+        head = HeadUrl.parse(f"https://127.0.0.1:{silent.getsockname()[1]}")
+        listen = ("127.0.0.1", free.getsockname()[1])
+        free.close()
+        made = RelayAgent(RelaySettings(head=head, token=token, listen=listen), RelayFolder(tmp_path))
+        running = asyncio.create_task(made.run())
+        connection, _ = await asyncio.to_thread(silent.accept)
+        with connection:
+            made.stop()
+            await asyncio.wait_for(running, 20.0)
