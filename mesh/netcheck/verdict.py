@@ -17,7 +17,7 @@ from enum import StrEnum
 from statistics import median
 
 from mesh.net.clock import length_text
-from mesh.netcheck.measurements import Dialled, PortKind, Reach, Seen, Way
+from mesh.netcheck.measurements import Dialled, MemberFacts, PortKind, Reach, Seen, Way
 from mesh.netcheck.words import rate
 from mesh.states import Transport
 
@@ -164,7 +164,7 @@ def _member_closed(seen: Seen, rank: int, end: int, ways: Sequence[Way]) -> Find
         kind=kind,
         ranks=(rank,),
         message=f"No other member reaches {_name(seen, rank)}: {_ports_words(seen, rank, reach)}.",
-        hint=_port_hint(seen, rank, reach, sender="every other member"),
+        hint=_port_hint(seen, rank, reach, sender=None),
     )
 
 
@@ -180,7 +180,7 @@ def _way_closed(seen: Seen, way: Way, reach: Reach, back: Reach | None) -> Findi
         ranks=way,
         message=f"{_name(seen, sender)} does not reach {_name(seen, receiver)}: "
         f"{_ports_words(seen, receiver, reach)}{opposite}.",
-        hint=_port_hint(seen, receiver, reach, sender=seen.members[sender].address),
+        hint=_port_hint(seen, receiver, reach, sender=sender),
     )
 
 
@@ -211,13 +211,12 @@ _DIALLED_WORDS = {
 }
 
 
-def _port_hint(seen: Seen, rank: int, reach: Reach, *, sender: str) -> str:
+def _port_hint(seen: Seen, rank: int, reach: Reach, *, sender: int | None) -> str:
+    """`sender`: who does not reach this rank; None for nobody does."""
     facts = seen.members[rank]
     if facts.path in OVERLAY_PATHS:
-        return (
-            f"See that both reach the head's mesh port and that {facts.machine}'s gateway runs; where it is dialled "
-            f"directly, admit its mesh port from {sender}."
-        )
+        return _gateway_hint(facts, None if sender is None else seen.members[sender])
+    sender_address = "every other member" if sender is None else seen.members[sender].address
     if Dialled.STRANGER in _sort_of(reach):
         return (
             f"Something before {facts.machine} takes its connections: a proxy, or a NAT in front of several."
@@ -225,11 +224,26 @@ def _port_hint(seen: Seen, rank: int, reach: Reach, *, sender: str) -> str:
     if reach.rendezvous is Dialled.ANSWERED:
         return (
             f"The firewall of {facts.machine} admits the rendezvous port only. gloo and NCCL listen on ports that the "
-            f"system chooses: admit all TCP ports from {sender}."
+            f"system chooses: admit all TCP ports from {sender_address}."
         )
     if _is_shut(reach) and reach.ephemeral is Dialled.SILENT:
-        return f"Admit all TCP ports from {sender} in the firewall (security group) of {facts.machine}; see its routes."
-    return f"Admit all TCP ports from {sender} on {facts.machine}, the rendezvous port included."
+        return (
+            f"Admit all TCP ports from {sender_address} in the firewall (security group) of {facts.machine}; see its "
+            "routes."
+        )
+    return f"Admit all TCP ports from {sender_address} on {facts.machine}, the rendezvous port included."
+
+
+def _gateway_hint(facts: MemberFacts, sender: MemberFacts | None) -> str:
+    """Members' addresses are the overlay's here, which no firewall between the hosts ever sees."""
+    hint = f"See that both reach the head's mesh port and that {facts.machine}'s gateway runs."
+    if facts.path is not Transport.DIRECT:
+        return hint
+    host = "the hosts of all others" if sender is None else f"the host of {sender.machine}"
+    return (
+        f"{hint} Where it is dialled directly, its mesh port has to admit {host}, and full-size packets have to pass: "
+        "a handshake has some. If small ones pass alone, set a smaller MTU (1280) on both hosts' interfaces."
+    )
 
 
 # ---- full-size packets, throughput ----------------------------------------------------------------------

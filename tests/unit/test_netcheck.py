@@ -184,7 +184,13 @@ def test_between_gateways_it_is_they_that_are_looked_at_and_not_ports() -> None:
     first, second = findings
     assert "the way through their gateways (direct) takes the connection, and nothing comes" in first.message
     assert "the way through their gateways (relayed)" in second.message
-    assert "m1's gateway runs; where it is dialled directly, admit its mesh port" in first.hint
+    assert (
+        "m1's gateway runs. Where it is dialled directly, its mesh port has to admit the host of m0"
+        in first.hint
+    )
+    assert "10.0.0." not in first.hint, "a firewall between hosts sees no overlay address"
+    assert "MTU" in first.hint, "a handshake has full-size packets"
+    assert "MTU" not in second.hint
 
 
 def test_another_program_that_answers_is_told_as_one() -> None:
