@@ -65,6 +65,8 @@ SAID_EVERY = 30
 """Of tries in vain, 10 s apart, so many are one line in the log."""
 RENEW_EVERY_S = 12 * 3600.0
 """A quarter of a certificate's life."""
+RENEW_FAILED_S = 60.0
+"""An authority that is rotated may be gone in less than that quarter."""
 
 _log = logging.getLogger(__name__)
 
@@ -260,9 +262,10 @@ class MeshWay:
         return True
 
     async def _renew(self, life: Membership, gateway: GatewayKeeper) -> None:
+        pause_s = RENEW_EVERY_S
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_EVERY_S):
+                async with asyncio.timeout(pause_s):
                     await self._renew_now.wait()
             self._renew_now.clear()
             key = new_key_pem()
@@ -276,7 +279,9 @@ class MeshWay:
                 with answer_errors():
                     certificate = str(answer["certificate"]).encode()
                 await self._tell_identity(life, gateway, key_pem=key, certificate_pem=certificate)
-            except MeshError as error:  # there are more such periods in a certificate's life
+                pause_s = RENEW_EVERY_S
+            except MeshError as error:
+                pause_s = min(RENEW_EVERY_S, RENEW_FAILED_S)
                 _log.warning("no new certificate: %s", error)
 
     def _end(self, why: str) -> None:

@@ -69,6 +69,8 @@ RENEW_BEFORE_S = 20 * 86400.0
 """Of a certificate's 30 days so many may be left when a newer one is asked for."""
 RENEW_AGAIN_S = 3600.0
 """Not more often than that, however long a certificate lasts."""
+RENEW_FAILED_S = 60.0
+"""An authority that is rotated may be gone soon."""
 GOODBYE_LIMIT_S = 10.0
 SAID_EVERY = 60
 """Of failures alike, a few seconds apart, so many are one line in the log."""
@@ -289,10 +291,12 @@ class RelayAgent:
             self._renew_now.set()
 
     async def _renew(self) -> None:
+        has_failed = False
         while True:
             ends_at = read_certificate(self._present().certificate.encode()).not_after
+            pause_s = max(RENEW_AGAIN_S, ends_at - RENEW_BEFORE_S - wall_clock())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(RENEW_AGAIN_S, ends_at - RENEW_BEFORE_S - wall_clock())):
+                async with asyncio.timeout(min(pause_s, RENEW_FAILED_S) if has_failed else pause_s):
                     await self._renew_now.wait()
             self._renew_now.clear()
             key, known = new_key_pem(), self._present()
@@ -306,7 +310,9 @@ class RelayAgent:
                 with answer_errors():
                     certificate = str(answer["certificate"])
                 await self._keep(key=key.decode(), certificate=certificate)
+                has_failed = False
             except (MeshError, OSError) as error:
+                has_failed = True
                 _log.warning("no new certificate: %s", error)
 
     async def _keep(self, **changes: Any) -> None:

@@ -807,6 +807,27 @@ async def test_news_and_a_renewal_at_once_leave_the_gateway_with_both(
     assert (last.credentials.bundle_pem, last.credentials.key_pem) == (news.bundle_pem, b"k")
 
 
+async def test_a_renewal_that_failed_is_not_put_off_for_half_a_day(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rotation's end does not wait that long."""
+    monkeypatch.setattr(join_mesh, "RENEW_FAILED_S", 0.01)
+    way = head.way(tmp_path / "m", await head.token())
+    _, life = await way._asking.ask()
+    api, before = way._api, life.certificate_pem
+
+    def away(_: object) -> Any:
+        monkeypatch.setattr(way, "_api", api)
+        raise TransportError("the head is away")
+
+    monkeypatch.setattr(way, "_api", away)
+    way._renew_now.set()
+    renewing = asyncio.create_task(way._renew(life, cast(GatewayKeeper, FaultyGateway())))
+    await eventually(lambda: life.certificate_pem != before, "it to be renewed")
+    renewing.cancel()
+    await asyncio.wait([renewing])
+
+
 async def test_a_renewed_certificate_is_of_the_same_machine(head: HeadWorld, tmp_path: Path) -> None:
     from mesh.net.authority import read_certificate
 

@@ -393,6 +393,24 @@ async def test_a_silent_relay_is_not_offered_any_more_until_it_asks_again(
         assert list(head.desk.relays.offered()) == ["relay-1"]
 
 
+async def test_a_relay_s_renewal_that_failed_is_not_put_off_for_days(
+    head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_agent, "RENEW_FAILED_S", 0.01)
+    made = agent(head, tmp_path / "r", await relay_token(head))
+    renew = head.desk.relays.renew
+
+    async def full(*_: Any) -> str:
+        monkeypatch.setattr(head.desk.relays, "renew", renew)
+        raise StorageError("the head's disk is full")
+
+    async with running(made):
+        before = made._present().certificate
+        monkeypatch.setattr(head.desk.relays, "renew", full)
+        made._renew_now.set()
+        await eventually(lambda: made._present().certificate != before, "it to be renewed")
+
+
 async def test_a_certificate_is_renewed_and_streams_go_on(
     head: HeadWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
