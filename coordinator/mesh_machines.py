@@ -144,14 +144,16 @@ class MeshMachines:
         machine = self.machines.get(name)
         if machine is None:
             return True
-        successor = self.machines.get(machine.successor) if machine.successor is not None else None
-        return not machine.was_heard and (successor is None or not successor.was_heard)
+        return not machine.was_heard and not any(one.was_heard for one in self._successors(machine))
 
     def succeed(self, old: MachineName, new: MachineName, *, now: float) -> None:
-        """`old` has come back as `new`: it is gone, and so is a successor that nobody has heard of."""
+        """`old` has come back as `new`: it is gone, and so are successors that nobody has heard of. Those have `new` as
+        their successor too: who holds the secret of one may be a copy.
+        """
         machine = self.machines[old]
-        if machine.successor is not None:
-            self.leave(machine.successor, now=now)
+        for overtaken in self._successors(machine):
+            self.leave(overtaken.name, now=now)
+            self._put(replace(self.machines[overtaken.name], successor=new))
         self.leave(old, now=now)
         self._put(replace(self.machines[old], successor=new))
         self._put(replace(self.machines[new], origin=machine.origin))
@@ -226,8 +228,8 @@ class MeshMachines:
 
     def _refuse_copy(self, machine: MeshMachine) -> None:
         """Raises AuthenticationError when its next secret has been used: somebody else has this one, too."""
-        successor = self.machines.get(machine.successor) if machine.successor is not None else None
-        if successor is None or not successor.was_heard:
+        successor = next((one for one in self._successors(machine) if one.was_heard), None)
+        if successor is None:
             return
         raise AuthenticationError(
             f"Somebody else has come back with the identity of {machine.name}, as {successor.name}.",
@@ -235,6 +237,16 @@ class MeshMachines:
             "token of its own.",
             reason=Reason.IDENTITY_COPIED,
         )
+
+    def _successors(self, machine: MeshMachine) -> list[MeshMachine]:
+        """As what it has come back, one after the other."""
+        found: list[MeshMachine] = []
+        for _ in self.machines:  # a damaged book may lead in a circle
+            if machine.successor is None or machine.successor not in self.machines:
+                break
+            machine = self.machines[machine.successor]
+            found.append(machine)
+        return found
 
     def _put(self, machine: MeshMachine) -> None:
         self.machines[machine.name] = machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,3 +208,33 @@ def test_a_hint_is_what_the_name_begins_with() -> None:
 
 def test_who_is_gone_is_remembered_as_long_as_its_certificate_is_good() -> None:
     assert MeshMachines().certificate_s >= MACHINE_CERTIFICATE_S
+
+
+def test_of_two_copies_that_come_back_at_the_same_moment_one_stays_out() -> None:
+    """The first got its answer and was not heard of when the second took its place: its new secret is no way in."""
+    made = MeshMachines()
+    made.enter(A, "s0", now=NOW)
+    made.check(A, "s0")
+    made.leave(A, now=NOW)
+    first, second, third = (MachineName(f"machine-{n}") for n in (7, 8, 9))
+    for name, secret in ((first, "s1"), (second, "s2")):
+        made.may_come_back(A, "s0", is_followed=False)
+        made.enter(name, secret, now=NOW)
+        made.succeed(A, name, now=NOW)
+    made.check(second, "s2")
+    with pytest.raises(AuthenticationError) as raised:
+        made.may_come_back(first, "s1", is_followed=False)
+    assert raised.value.reason is Reason.IDENTITY_COPIED
+    with pytest.raises(AuthenticationError) as raised:
+        made.check(first, "s1")
+    assert raised.value.reason is Reason.IDENTITY_COPIED
+
+    # While nobody has heard of the second either, the first may still be the one: then the second is out.
+    made.machines[second] = replace(made.machines[second], was_heard=False)
+    made.may_come_back(first, "s1", is_followed=False)
+    made.enter(third, "s3", now=NOW)
+    made.succeed(first, third, now=NOW)
+    made.check(third, "s3")
+    for name, secret in ((A, "s0"), (second, "s2")):
+        with pytest.raises(AuthenticationError):
+            made.may_come_back(name, secret, is_followed=False)
