@@ -439,10 +439,11 @@ def build_parser() -> argparse.ArgumentParser:
 def read_settings(options: argparse.Namespace, token: str | None) -> RelaySettings:
     """Raises SpecError."""
     check_address("--public-address", options.public_address)
+    listen = listen_address(options.listen)
     return RelaySettings(
         head=HeadUrl.parse(options.head),
         token=JoinToken.parse(token) if token else None,
-        listen=listen_address(options.listen),
+        listen=listen,
         public_address=options.public_address,
         name_hint=options.name_hint,
     )
