@@ -80,10 +80,10 @@ def start_failed(incarnation: Incarnation, error: MeshError) -> ev.CommandStartF
     )
 
 
-def told_with(event: ev.MemberEvent, opened: OpenPath, network: MemberNetwork) -> ev.MemberEvent:
+async def told_with(event: ev.MemberEvent, opened: OpenPath, network: MemberNetwork) -> ev.MemberEvent:
     """What the launcher says, with what is known of the path."""
     if isinstance(event, ev.CommandStarted):
         return replace(event, path=opened.taken)
     if isinstance(event, ev.TreeEmpty):
-        return replace(event, evidence=network.explain(event.evidence))
+        return replace(event, evidence=await network.explain(event.evidence))
     return event

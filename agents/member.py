@@ -346,7 +346,7 @@ class Member:
                 self._command_started |= isinstance(event, ev.CommandStarted)
                 if self._checkpoints is not None:
                     self._checkpoints.note(event)
-                self._tell(told_with(event, opened, self._network))
+                self._tell(await told_with(event, opened, self._network))
                 if isinstance(event, (ev.TreeEmpty, ev.CommandStartFailed)):
                     return
         except TransportError as error:

@@ -46,7 +46,8 @@ SIGN_LIMIT_S = 60.0
 """Longer than a coordinator takes to be back after a crash."""
 SIGN_AGAIN_S = 0.5
 BREAK_EXPLAINS_S = 10.0
-"""For so long a broken path explains whatever the command ends of; later only its complaints about peers."""
+"""For so long a broken path, by its gateway or a relay, explains whatever the command ends of; later only its
+complaints about peers."""
 RENEW_PART, RENEW_AGAIN_PART = 1 / 2, 1 / 16
 """Of a certificate's time: until it is renewed, and between tries that fail."""
 RENEW_AGAIN_S = 0.5
@@ -105,16 +106,36 @@ class MeshNetwork:
         epoch = order.incarnation.epoch
         return open_path(order, path, layer=f"gateways admit certificates of epoch {epoch} only")
 
-    def explain(self, evidence: CauseEvidence) -> CauseEvidence:
+    async def explain(self, evidence: CauseEvidence) -> CauseEvidence:
         if self._lost_why:
             return replace(evidence, by_infrastructure=True, blames_peer=False, message=self._lost_why)
-        broke_at = None if self._line is None else self._line.broke_at
-        if broke_at is None:
+        what = await self._what_ended(whenever=evidence.blames_peer)
+        if not what:
             return evidence
-        if evidence.blames_peer or time.monotonic() - broke_at <= BREAK_EXPLAINS_S:
-            message = f"the gateway of its machine ended, and its connections with it; {evidence.message}"
-            return replace(evidence, by_infrastructure=True, blames_peer=False, message=message)
-        return evidence
+        message = f"{what} ended, and its connections with it; {evidence.message}"
+        return replace(evidence, by_infrastructure=True, blames_peer=False, message=message)
+
+    async def _what_ended(self, *, whenever: bool) -> str:
+        """Of what its connections went through; within BREAK_EXPLAINS_S, or whenever it was. Empty when nothing has."""
+        if self._line is None:
+            return ""
+        broke_at = self._line.broke_at
+        if broke_at is not None and (whenever or time.monotonic() - broke_at <= BREAK_EXPLAINS_S):
+            return "the gateway of its machine"
+        cut = await self._cut_by_relays()
+        explaining = [relay for relay, ago_s in cut.items() if whenever or ago_s <= BREAK_EXPLAINS_S]
+        return f"the relay {min(explaining, key=cut.__getitem__)}" if explaining else ""
+
+    async def _cut_by_relays(self) -> dict[str, float]:
+        """Relays that ended and broke connections of this epoch here: for how many seconds they have been broken."""
+        assert self._order is not None, "prepare comes first"
+        try:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                counters: Any = await ask(self._gateway, Counters())
+        except (MeshError, TimeoutError) as error:
+            _log.warning("the gateway does not say which relays have ended: %r", error)
+            return {}
+        return dict(counters["cut_by_relays"].get(self._order.incarnation.run_uid, {}))
 
     async def close(self) -> None:
         order = self._order

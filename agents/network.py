@@ -52,7 +52,7 @@ class MemberNetwork(Protocol):
         """
         ...
 
-    def explain(self, evidence: CauseEvidence) -> CauseEvidence:
+    async def explain(self, evidence: CauseEvidence) -> CauseEvidence:
         """Why a command ended, with what happened to its path meanwhile."""
         ...
 
@@ -71,7 +71,7 @@ class TrustedNetwork:
         path = path_of(order, arrivals)
         return open_path(order, path)
 
-    def explain(self, evidence: CauseEvidence) -> CauseEvidence:
+    async def explain(self, evidence: CauseEvidence) -> CauseEvidence:
         return evidence
 
     async def close(self) -> None:

@@ -121,7 +121,9 @@ class Departure:
                 dialled = await self._dialler.dial(context=speaker.context, preface=preface)
         except Full:
             raise DialRefused(Refusal.STREAM_LIMIT, f"{self._gate.machine} has too many streams") from None
-        self._streams.join(sock, dialled.channel, (speaker.identity, dialled.peer.identity))
+        self._streams.join(
+            sock, dialled.channel, (speaker.identity, dialled.peer.identity), relay=dialled.relay
+        )
 
     def _speaker(self, destination: Destination, source: str) -> Speaker:
         """In whose name: of the destination's run the member with that address, or else the first rank here."""

@@ -57,6 +57,8 @@ class Leg:
     socket: socket.socket
     early: bytes = b""
     """What the other side has said already, read with the relay's last words."""
+    relay: MachineName | None = None
+    """Through which it goes; None when it is direct."""
 
 
 class Route(Protocol):
@@ -71,6 +73,8 @@ class Dialled:
 
     channel: Channel
     peer: PeerCertificate
+    relay: MachineName | None
+    """As of its leg."""
 
 
 class Dialler:
@@ -133,7 +137,7 @@ class Dialler:
         except (ChannelClosed, RemoteProtocolError, OSError) as error:
             raise DialRefused(Refusal.PEER_UNREACHABLE, f"{name}: {error or type(error).__name__}") from error
         check_answer(name, answer)
-        return Dialled(channel=channel, peer=peer)
+        return Dialled(channel=channel, peer=peer, relay=leg.relay)
 
     async def _check_peer(self, channel: Channel, peer: PeerCertificate, name: MachineName) -> None:
         if peer.identity != MachineIdentity(deployment=self._deployment, machine=name):

@@ -10,11 +10,12 @@ Rules of this file:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh.errors import AuthenticationError
@@ -46,6 +47,8 @@ from mesh.net.streams import Streams
 from mesh.net.tls import API_NAME, Credentials, client_context, server_context
 
 STOP_LIMIT_S = 2.0
+RELAY_END_S = 3.0
+"""A stream that breaks so near to its relay's line broke with the relay, and not at the peer's."""
 RELAYED = "through the relay"
 """One source at the door: the address of who has dialled is the relay's to know."""
 _log = logging.getLogger(__name__)
@@ -190,9 +193,21 @@ class Gateway:
             "in_the_door": self._doorkeeper.inside,
             "relay_lines": [str(name) for name in self._relays.lines_open],
             "relay_line_breaks": self._relays.breaks,
+            "cut_by_relays": {
+                str(run): self._cut_by_relays(run, roster.epoch) for run, roster in self.gate.rosters.items()
+            },
             "refused_in": {str(reason): count for reason, count in sorted(self.gate.counts.items())},
             "refused_out": {str(reason): count for reason, count in sorted(self._departure.refused.items())},
             "ended": {str(end): count for end, count in sorted(self._streams.ends.items())},
+        }
+
+    def _cut_by_relays(self, run: RunUid, epoch: Epoch) -> dict[str, float]:
+        """The relays that ended, and streams of this epoch with them: for how many seconds they have been over."""
+        now = asyncio.get_running_loop().time()
+        return {
+            str(relay): now - broke_at
+            for relay, broke_at in self._streams.broken(run, epoch).items()
+            if abs(broke_at - self._relays.broke_at(relay)) <= RELAY_END_S
         }
 
     # ---- what the coordinator says --------------------------------------------------------------------
@@ -328,7 +343,7 @@ class Gateway:
         if api is not None and not leg.early:
             try:
                 prepare(leg.socket)
-                leg = Leg(socket=leg.socket, early=await read_hello(leg.socket))
+                leg = replace(leg, early=await read_hello(leg.socket))
             except BaseException:
                 self._doorkeeper.leave(source, has_failed=True)
                 leg.socket.close()

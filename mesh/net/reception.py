@@ -16,6 +16,7 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from mesh.errors import RemoteProtocolError
+from mesh.ids import MachineName
 from mesh.net.channel import Channel
 from mesh.net.clock import wall_clock
 from mesh.net.dialling import Leg, connect
@@ -88,7 +89,7 @@ class Reception:
                 assert self.relay is not None
                 await self.relay.perform(channel, peer, wanted)
                 return
-            refused = await self._admit(channel, peer, wanted)
+            refused = await self._admit(channel, peer, wanted, leg.relay)
             if refused is not None:
                 self._gate.count(refused.reason)
                 await self._answer(channel, refused)
@@ -118,7 +119,9 @@ class Reception:
         except (RemoteProtocolError, OSError):  # ssl.SSLError is an OSError
             return Refusal.BAD_PREFACE
 
-    async def _admit(self, channel: Channel, peer: PeerCertificate, preface: Preface) -> Refused | None:
+    async def _admit(
+        self, channel: Channel, peer: PeerCertificate, preface: Preface, relay: MachineName | None
+    ) -> Refused | None:
         """Joins the stream to its member; or says why not."""
         try:
             with self._streams.place():
@@ -137,7 +140,8 @@ class Reception:
         except Full:
             return Refused(reason=Refusal.STREAM_LIMIT, message=f"{self._gate.machine} has too many streams.")
         if is_told:
-            self._streams.join(target, channel, (peer.identity, self._meant(preface)))
+            owners = (peer.identity, self._meant(preface))
+            self._streams.join(target, channel, owners, relay=relay)
         else:
             reset(target)
             channel.socket.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ class RelayClient:
         channel = await self._ask(words, context)
         try:
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                return Leg(socket=channel.socket, early=await channel.leave_tls())
+                early = await channel.leave_tls()
+                return Leg(socket=channel.socket, early=early, relay=self.place.machine)
         except OSError as error:  # a time-out is one
             channel.socket.close()
             raise DialRefused(Refusal.PEER_UNREACHABLE, f"{self.place.machine}: {error}") from error
@@ -185,6 +187,8 @@ class RelayLine:
         """When it was opened last, by the loop's clock."""
         self.breaks = 0
         """How often the line broke, or could not be opened."""
+        self.broke_at = -math.inf
+        """When it broke last while it was open, by the loop's clock."""
 
     def start(self) -> None:
         self._tasks.spawn(self._keep(), name=f"line to the relay {self._client.place.machine}")
@@ -204,6 +208,8 @@ class RelayLine:
                 self.breaks += 1
                 _log.info("no line to the relay %s: %s", self._client.place.machine, error)
             finally:
+                if self.is_open:
+                    self.broke_at = loop.time()
                 self.is_open = False
             if loop.time() - began > PAUSE_MAX_S:
                 pause_s = FIRST_PAUSE_S

@@ -29,6 +29,8 @@ from mesh.net.relay_client import RelayClient, RelayDown, RelayLine, RelayPlace
 
 DOWN_S = 10.0
 """For so long a relay that could not be reached is asked last."""
+ENDED_S = 60.0
+"""For so long it is known of a relay that is none any more when it ended."""
 NEXT_ONE = frozenset({Refusal.NOT_LISTENING, Refusal.STREAM_LIMIT, Refusal.PEER_UNREACHABLE})
 
 
@@ -71,12 +73,17 @@ class RelayWays:
         self._context = context
         self._on_leg = on_leg
         self._ways: dict[RelayPlace, _Way] = {}
+        self._ended: dict[MachineName, float] = {}
+        """The relays that are no places any more: since when, by the loop's clock. Those of the last ENDED_S."""
         self._breaks = 0
         """Of lines that are not kept any more."""
 
     async def set_places(self, places: Sequence[RelayPlace]) -> None:
         """These and no others. The lines to those that were there before stay."""
+        now = asyncio.get_running_loop().time()
         gone = [self._ways.pop(place) for place in list(self._ways) if place not in places]
+        ended = self._ended | {way.client.place.machine: now for way in gone}
+        self._ended = {relay: at for relay, at in ended.items() if at >= now - ENDED_S}
         for place in places:
             if place not in self._ways:
                 client = RelayClient(deployment=self._deployment, place=place, check=self._check)
@@ -98,6 +105,11 @@ class RelayWays:
     def lines_open(self) -> list[MachineName]:
         """The relays through which this machine can be reached now."""
         return sorted(place.machine for place, way in self._ways.items() if way.line.is_open)
+
+    def broke_at(self, relay: MachineName) -> float:
+        """When it ended last, as far as is known here, by the loop's clock: its line broke, or it is none any more."""
+        lines = (way.line.broke_at for place, way in self._ways.items() if place.machine == relay)
+        return max(lines, default=self._ended.get(relay, -math.inf))
 
     @property
     def breaks(self) -> int:

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mesh.ids import Epoch, MachineName, RunUid
 from mesh.net.channel import Channel
 from mesh.net.gate import Gate
-from mesh.net.identity import Identity
+from mesh.net.identity import Identity, MemberIdentity
 from mesh.net.pump import Pump, PumpEnd
 from mesh.net.sockets import reset
 
@@ -31,6 +32,7 @@ Owners = tuple[Identity, ...]
 @dataclass(slots=True, eq=False)
 class _Stream:
     owners: Owners
+    relay: MachineName | None
     pump: Pump | None = None
 
 
@@ -48,6 +50,8 @@ class Streams:
         self._making = 0
         self._timer: asyncio.TimerHandle | None = None
         self.ends: Counter[PumpEnd] = Counter()
+        self._broken: dict[tuple[RunUid, Epoch], dict[MachineName, float]] = {}
+        """By the epoch, which is current: when its streams through a relay broke last, by the loop's clock."""
         self.changed = asyncio.Event()
         """Set and replaced at each `apply`: who waits for the gate to know more waits for this."""
 
@@ -81,11 +85,13 @@ class Streams:
         channel: Channel,
         owners: Owners,
         *,
+        relay: MachineName | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
         """Starts the stream, or resets both sides when it may not be any more. Takes the sockets over,
         also when it raises.
 
+        `relay` is what the stream goes through.
         `on_end` is called once, when it is over. What comes back cuts it; when it is over that does nothing.
         """
         if not self._may_go_on(owners):
@@ -94,11 +100,13 @@ class Streams:
             reset(channel.socket)
             on_end()
             return lambda: None
-        stream = _Stream(owners)
+        stream = _Stream(owners, relay)
 
         def ended(end: PumpEnd) -> None:
             self._running.discard(stream)
             self.ends[end] += 1
+            if end is PumpEnd.PEER_RESET and relay is not None:
+                self._note_broken(owners, relay)
             on_end()
 
         try:
@@ -115,8 +123,21 @@ class Streams:
             raise
         return stream.pump.cut
 
+    def broken(self, run: RunUid, epoch: Epoch) -> Mapping[MachineName, float]:
+        """When streams of this epoch broke last on the other side, by the relay that they went through, by the
+        loop's clock."""
+        return self._broken.get((run, epoch), {})
+
+    def _note_broken(self, owners: Owners, relay: MachineName) -> None:
+        now = asyncio.get_running_loop().time()
+        for owner in owners:
+            if isinstance(owner, MemberIdentity):
+                self._broken.setdefault((owner.run, owner.epoch), {})[relay] = now
+
     def apply(self) -> None:
         """The gate knows something new."""
+        current = {(run, roster.epoch) for run, roster in self._gate.rosters.items()}
+        self._broken = {which: relays for which, relays in self._broken.items() if which in current}
         for stream in list(self._running):
             if not self._may_go_on(stream.owners):
                 assert stream.pump is not None

@@ -117,6 +117,7 @@ def test_a_relay_carries_a_gang_says_how_much_and_the_gang_outlives_its_death(la
     relay_process(host).kill()
     wait_until(lambda: carried("head") > MEGABYTE, "the gang to go on through the head's", limit_s=LIMIT_S)
     assert lab.run(name)["status"]["epoch"] == 2
+    assert "the relay relay-3 ended, and its connections with it" in lab.cli("describe", name).stdout
     done.touch()
     assert lab.ended(name, limit_s=LIMIT_S)["status"]["state"] == "Succeeded"
 

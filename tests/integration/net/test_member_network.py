@@ -193,7 +193,7 @@ async def test_a_gateway_that_was_killed_and_is_back_is_told_again(
 ) -> None:
     async with stage(tmp_path) as here:
         network = await here.opened()
-        assert network.explain(COMPLAINT) == COMPLAINT
+        assert await network.explain(COMPLAINT) == COMPLAINT
         here.kill()
         here.start()
 
@@ -201,15 +201,39 @@ async def test_a_gateway_that_was_killed_and_is_back_is_told_again(
             return await here.runs() == UP
 
         await eventually(is_told)
-        explained = network.explain(COMPLAINT)
+        explained = await network.explain(COMPLAINT)
         assert explained.by_infrastructure and not explained.blames_peer
         assert "the gateway of its machine ended" in explained.message
         own = CauseEvidence(message="ValueError")
-        assert network.explain(own).by_infrastructure, "whatever it ended of so soon after"
+        assert (await network.explain(own)).by_infrastructure, "whatever it ended of so soon after"
         monkeypatch.setattr(mesh_network, "BREAK_EXPLAINS_S", 0.0)
-        assert network.explain(COMPLAINT) == explained
-        assert network.explain(own) == own, "its own error is its own all the same"
+        assert await network.explain(COMPLAINT) == explained
+        assert await network.explain(own) == own, "its own error is its own all the same"
         assert not here.lost
+
+
+async def test_a_relay_that_ended_explains_what_its_connections_command_ended_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: dict[str, float] = {}
+
+    async def counters(socket: Path, *requests: object) -> object:
+        return {"cut_by_relays": {RUN: cut}}
+
+    async with stage(tmp_path) as here:
+        network = await here.opened()
+        with monkeypatch.context() as patched:
+            patched.setattr(mesh_network, "ask", counters)
+            assert await network.explain(COMPLAINT) == COMPLAINT
+            cut["relay-1"] = 1.0
+            explained = await network.explain(COMPLAINT)
+            assert explained.by_infrastructure and not explained.blames_peer
+            assert explained.message.startswith("the relay relay-1 ended, and its connections with it; ")
+            own = CauseEvidence(message="ValueError")
+            assert (await network.explain(own)).by_infrastructure, "whatever it ended of so soon after"
+            cut["relay-1"] = mesh_network.BREAK_EXPLAINS_S + 1.0
+            assert await network.explain(COMPLAINT) == explained
+            assert await network.explain(own) == own, "its own error is its own all the same"
 
 
 async def test_a_gateway_that_does_not_come_back_loses_the_member(
@@ -225,7 +249,7 @@ async def test_a_gateway_that_does_not_come_back_loses_the_member(
 
         await eventually(is_lost)
         assert here.lost == ["The gateway of this machine ended and was not back within 0.3 s."]
-        assert network.explain(CauseEvidence()).by_infrastructure
+        assert (await network.explain(CauseEvidence())).by_infrastructure
 
 
 async def test_a_fault_of_ours_while_the_next_gateway_is_told_loses_the_member_and_is_told(

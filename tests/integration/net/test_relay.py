@@ -236,6 +236,44 @@ async def test_streams_break_with_the_relay_and_lines_come_back_with_it() -> Non
         await again.stop()
 
 
+def cut_by_relays(mesh: World) -> list[list[str]]:
+    """On a and on b, as far as their member's epoch is concerned."""
+    return [list(mesh.gateways[name].counters()["cut_by_relays"].get(RUN, {})) for name in ("a", "b")]
+
+
+async def test_both_gateways_know_which_streams_a_relay_broke_by_ending() -> None:
+    async with relayed() as (mesh, server, relay, _):
+        stream = await mesh.dial(server.port)
+        other = await server.next()
+        await relay.stop()
+        assert await stream.reset_seen()
+        assert await other.reset_seen()
+        await eventually(lambda: cut_by_relays(mesh) == [[R], [R]], "both know")
+        for gateway in mesh.gateways.values():
+            gateway.fence(RUN, Epoch(2))
+        mesh.assemble(2)
+        assert cut_by_relays(mesh) == [[], []], "of the next epoch it has broken none"
+
+
+async def test_a_stream_that_its_peer_broke_is_not_the_relay_s() -> None:
+    async with relayed() as (mesh, server, _, _):
+        stream = await mesh.dial(server.port)
+        (await server.next()).reset()
+        assert await stream.reset_seen()
+        assert cut_by_relays(mesh) == [[], []]
+
+
+async def test_a_relay_that_was_taken_off_the_list_before_it_ended_is_known_too() -> None:
+    async with relayed() as (mesh, server, relay, _):
+        stream = await mesh.dial(server.port)
+        await server.next()
+        for gateway in mesh.gateways.values():
+            await gateway.set_relays([])
+        await relay.stop()
+        assert await stream.reset_seen()
+        await eventually(lambda: cut_by_relays(mesh) == [[R], [R]], "both know")
+
+
 async def test_a_newer_line_of_a_machine_takes_the_place_of_the_older_one() -> None:
     async with relayed() as (mesh, _server, relay, _):
         tickets: list[str] = []
