@@ -235,7 +235,8 @@ class RelayAgent:
             raise DeploymentError(
                 f"The head cannot dial this relay: port {port} of {tried} does not lead to it.",
                 hint="Open the port in firewalls and forward it in NATs, or name the address that others reach: "
-                f"--public-address. It is known as {known.name} now, and started again it needs no token.",
+                f"--public-address. It is known as {known.name} now, and started again it needs no token. To give "
+                f"it up: `mesh leave --state {self._folder.path}` here, or `mesh drain {known.name}` on the head.",
                 reason=Reason.UNREACHABLE,
             )
 

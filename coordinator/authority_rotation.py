@@ -30,7 +30,7 @@ class AuthorityRotation:
     """One head's.
 
     Args:
-        present: every machine and relay that has to know whom to trust.
+        present: every machine and relay that has to know whom to trust before the next authority signs.
     """
 
     def __init__(

@@ -301,7 +301,7 @@ class MeshDesk:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _present(self) -> list[MachineName]:
-        return [*self._books.machines.present(), *self._books.relays.present()]
+        return [*self._books.machines.present(), *self.relays.there_or_to_come_back()]
 
     async def _check(self, name: str, secret: str) -> MeshMachine:
         known = self._books.machines.machines.get(MachineName(name))

@@ -251,6 +251,11 @@ class RelayDesk:
         """Those that machines use now, and where they are."""
         return self._offered
 
+    def there_or_to_come_back(self) -> list[MachineName]:
+        """Those that ask for news now, and those that are away and could be used; not one that never could."""
+        present = self._books.relays.present().values()
+        return [relay.name for relay in present if relay.addresses or self._newsroom.is_followed(relay.name)]
+
     def look(self) -> None:
         """Rule 2; every few seconds."""
         now = time.monotonic()

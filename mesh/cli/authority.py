@@ -74,7 +74,10 @@ def _tell(terminal: Terminal, facts: RotationFacts) -> None:
     if facts["next"] is not None:
         terminal.out(f"next    {_line(facts['next'])}; signs from {_moment(facts['signsAt'])} on")
         if facts["waitsFor"]:
-            terminal.out(f"        and not before these trust it: {', '.join(facts['waitsFor'])}")
+            terminal.out(
+                "        and not before these trust it (`mesh drain NAME` for one that does not come back): "
+                f"{', '.join(facts['waitsFor'])}"
+            )
     if facts["old"] is not None:
         terminal.out(f"before  {_line(facts['old'])}; trusted until {_moment(facts['forgottenAt'])}")
 

@@ -234,9 +234,14 @@ async def test_a_relay_that_the_head_cannot_dial_is_told_so_and_offered_to_nobod
         ) as caught:
             await made.run()
     assert caught.value.reason is Reason.UNREACHABLE
+    assert caught.value.hint is not None and "`mesh drain relay-1`" in caught.value.hint
     assert (state_of(head, "relay-1"), head.desk.relays.offered()) == ("Unreachable", {})
+    await head.desk.rotation.begin(None)
+    assert head.desk.rotation.facts()["waitsFor"] == [], "nobody could ever use it"
     async with running(agent(head, tmp_path / "r")) as name:  # no token any more
         assert (name, state_of(head, name)) == ("relay-1", "Up")
+    await eventually(lambda: not head.desk._newsroom.is_followed(MachineName(name)), "it to be gone")
+    assert head.desk.rotation._present() == [name], "it may come back"
 
 
 async def test_another_machine_at_that_address_is_not_taken_for_the_relay(
