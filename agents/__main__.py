@@ -170,6 +170,7 @@ def _join(options: argparse.Namespace, ready: ReadyLine) -> int:
     else:
         from agents.join_mesh import MeshWay
         from agents.join_mesh_settings import read_settings
+        from agents.kept_options import with_kept
 
         settings = read_settings(
             head=options.head,
@@ -183,7 +184,7 @@ def _join(options: argparse.Namespace, ready: ReadyLine) -> int:
         )
     with machine_state(options.state) as state:
         take_environment(state, original, has_gateway=not is_plain)
-        way = PlainWay(plain) if is_plain else MeshWay(settings, state)
+        way = PlainWay(plain) if is_plain else MeshWay(with_kept(settings, state.path), state)
         work = run(way, state, grace_s=grace_s, on_joined=ready.joined)
         # Not `asyncio.run`: at its end it waits for threads, and a call into a lost cluster may never return.
         asyncio.new_event_loop().run_until_complete(work)

@@ -9,11 +9,15 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agents.told import TOLD
 from mesh.cli.exit_codes import ExitCode, code_of_agent
 from mesh.cli.guard import report
 from mesh.cli.terminal import printable, write_err
@@ -33,7 +37,8 @@ def take_token(path: Path | None = None) -> str | None:
 
 
 class ReadyLine:
-    """Says one thing, once, to whoever started the agent: that it has joined, or why it has not.
+    """Says one thing, once, to whoever started the agent: that it has joined, or why it has not. Until then it passes
+    on what is told (`told.py`).
 
     Args:
         descriptor: of the other side's pipe; None when nobody listens.
@@ -43,6 +48,7 @@ class ReadyLine:
         self._descriptor = descriptor
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
+            TOLD.addHandler(_PassedOn(self._pass_on))
 
     def joined(self, name: str) -> None:
         self._tell({"ready": True, "name": name})
@@ -56,6 +62,11 @@ class ReadyLine:
         write_err(f"mesh: {printable(str(error))}\n")
         return ExitCode.FAILED
 
+    def _pass_on(self, text: str) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._descriptor, json.dumps({"note": text}).encode() + b"\n")
+
     def _tell(self, news: dict[str, Any]) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
@@ -65,3 +76,12 @@ class ReadyLine:
             os.close(descriptor)
         except OSError:  # a reader that has gone away is no reason to stop
             return
+
+
+class _PassedOn(logging.Handler):
+    def __init__(self, pass_on: Callable[[str], None]) -> None:
+        super().__init__()
+        self._pass_on = pass_on
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pass_on(record.getMessage())

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from agents.told import TOLD
 from mesh.errors import ConflictError
 from mesh.reasons import Reason
 
 IN_USE_LIMIT_S = 60.0
 """How long a head may believe that somebody is still there whose connection was cut without a word: 30 s."""
 IN_USE_AGAIN_S = 2.0
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,6 +29,6 @@ async def ask_until_free(ask: Callable[[], Awaitable[T]], *, patience_s: float) 
             if error.reason is not Reason.IDENTITY_IN_USE or late:
                 raise
             if not was_said:
-                _log.info("%s Asking again, for %g s at most.", error.message, patience_s)
+                TOLD.info("%s Asking again, for %g s at most.", error.message, patience_s)
                 was_said = True
         await asyncio.sleep(IN_USE_AGAIN_S)

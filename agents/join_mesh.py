@@ -48,8 +48,10 @@ from mesh.net.paths import (
     ON_MESH,
     PRIVATE_ADDRESS_LABEL,
     PRIVATE_NETWORK_LABEL,
+    PROVIDER_LABEL,
     PUBLIC_ADDRESS_LABEL,
     TRANSPORT_LABEL,
+    UNNAMED_PROVIDER,
 )
 from mesh.net.relay_client import RelayPlace
 from mesh.net.roster import MachinePlace
@@ -201,7 +203,7 @@ class MeshWay:
             GPU_TYPE_LABEL: self._gpus.type if self._gpus is not None else "",
         }
         given = {name: value for name, value in hidden.items() if value}
-        return {"provider": "joined", **settings.labels, **given}
+        return {PROVIDER_LABEL: UNNAMED_PROVIDER, **settings.labels, **given}
 
     # ---- life -------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from agents.raylet import ADDRESS_LABEL
 from mesh import __version__
 from mesh.errors import SpecError
 from mesh.http_transport import HttpTransport, checked_url
+from mesh.net.paths import PROVIDER_LABEL, UNNAMED_PROVIDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class PlainWay:
                 cluster_token=str(terms["clusterToken"]),
                 address=self._settings.address,
                 labels={
-                    "provider": "joined",
+                    PROVIDER_LABEL: UNNAMED_PROVIDER,
                     **self._settings.labels,
                     ADDRESS_LABEL: self._settings.address,
                 },

@@ -11,6 +11,8 @@ from mesh.private_files import write_private
 from mesh.reasons import Reason
 
 FILE_NAME = "identity.json"
+OPTIONS_NAME = "join-options.json"
+"""See `kept_options.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,5 +55,6 @@ def write_identity(folder: Path, identity: KnownIdentity) -> None:
 
 
 def forget_identity(folder: Path) -> None:
-    """Raises OSError."""
-    (folder / FILE_NAME).unlink(missing_ok=True)
+    """And what it was told when it joined. Raises OSError."""
+    for name in (FILE_NAME, OPTIONS_NAME):
+        (folder / name).unlink(missing_ok=True)

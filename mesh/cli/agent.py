@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, BinaryIO, NoReturn
 
 import typer
 
@@ -138,11 +138,10 @@ def _start(module: str, words: Sequence[str], environment: Mapping[str, str], st
         os.close(writing)
     try:
         with os.fdopen(reading, "rb") as news:
-            line = news.readline()
+            told = _word_of(news)
     except BaseException:
         process.terminate()
         raise
-    told = json.loads(line) if line else {}
     if "name" not in told:
         process.wait()
         raise (
@@ -154,6 +153,18 @@ def _start(module: str, words: Sequence[str], environment: Mapping[str, str], st
         )
     process.returncode = 0  # a daemon now: not ours to wait for
     return str(told["name"])
+
+
+def _word_of(news: BinaryIO) -> dict[str, Any]:
+    """That it has joined, or why not; empty when it ended without a word. Passes on what it says before."""
+    from mesh.cli.terminal import Terminal, printable
+
+    for line in news:
+        told: dict[str, Any] = json.loads(line)
+        if "note" not in told:
+            return told
+        Terminal().note(printable(str(told["note"])))
+    return {}
 
 
 def _program(module: str) -> list[str]:

@@ -32,6 +32,8 @@ PRIVATE_NETWORK_LABEL = "gangmesh.network"
 PRIVATE_ADDRESS_LABEL = "gangmesh.private-address"
 PUBLIC_ADDRESS_LABEL = "gangmesh.public-address"
 PROVIDER_LABEL, REGION_LABEL = "provider", "region"
+UNNAMED_PROVIDER = "joined"
+"""Of a machine that joined without that label."""
 RELAYED_MEMBERS_MAX = 2
 """First document, "Beta caveats"; the relay refuses a third one."""
 BEST_FIRST = (Transport.PRIVATE, Transport.PUBLIC, Transport.DIRECT, Transport.RELAYED)
@@ -224,14 +226,22 @@ def _out_of_scope(machines: Sequence[NetworkFacts], scope: NetworkScope) -> str 
         return None
     wants = "one provider and region" if scope is NetworkScope.COLOCATED else "one region"
     where = ", ".join(f"{facts.machine} is {_where(facts, scope)}" for facts in machines)
-    return f"network {scope} wants {wants}, and {where} (--network global takes them together)"
+    ways = "--network global takes them together"
+    if "without a label" in where:
+        ways += "; `mesh join --label region=…` says where a machine is, `--label provider=…` with whom"
+    return f"network {scope} wants {wants}, and {where} ({ways})"
 
 
 def _where(facts: NetworkFacts, scope: NetworkScope) -> str:
-    region = f"in {facts.region}" if facts.region else "in no region that is named"
-    if scope is NetworkScope.REGIONAL:
-        return region
-    return f"with {facts.provider or 'no provider that is named'} {region}"
+    provider = "" if facts.provider == UNNAMED_PROVIDER else facts.provider
+    places = {"region": ("in", facts.region)}
+    if scope is not NetworkScope.REGIONAL:
+        places = {"provider": ("with", provider), **places}
+    named = [f"{word} {place}" for word, place in places.values() if place]
+    lacking = [label for label, (_, place) in places.items() if not place]
+    if not lacking:
+        return " ".join(named)
+    return " and ".join([*named, f"without a label for its {' and '.join(lacking)}"])
 
 
 def _lack(machines: Sequence[NetworkFacts], transport: Transport) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.ids import MachineName
-from mesh.net.paths import NetworkFacts, NoPath, Path, best_set, choose_path, facts_of
+from mesh.net.paths import UNNAMED_PROVIDER, NetworkFacts, NoPath, Path, best_set, choose_path, facts_of
 from mesh.states import NetworkScope, Transport, TransportPolicy
 
 DIRECT, AUTO = TransportPolicy.DIRECT, TransportPolicy.AUTO
@@ -98,9 +98,14 @@ def test_where_members_may_be() -> None:
     assert why(there, far, scope=REGIONAL) == (
         "network Regional wants one region, and m2 is in eu, m3 is in us (--network global takes them together)"
     )
-    assert "m4 is with no provider that is named in no region that is named" in why(
+    assert "m4 is without a label for its provider and region (--network global takes them together; " in why(
         here, on_mesh(4), scope=COLOCATED
     )
+    unnamed = on_mesh(5, provider=UNNAMED_PROVIDER, region="eu")
+    assert "m5 is in eu and without a label for its provider (" in why(here, unnamed, scope=COLOCATED)
+    lost = on_mesh(6, provider="aws")
+    assert "m6 is with aws and without a label for its region (" in why(here, lost, scope=COLOCATED)
+    assert "m6 is without a label for its region (" in why(here, lost, scope=REGIONAL)
     assert isinstance(choose_path((on_mesh(4), on_mesh(5)), policy=DIRECT, scope=COLOCATED), Path)
 
 
