@@ -201,8 +201,9 @@ def _serve_claimed(
         log.open()
     become_subreaper()
     state.prepare()
+    given_checkpoints = options.checkpoints or original.get(CHECKPOINTS_VARIABLE)
     checkpoints = _checkpoints_url(
-        options.checkpoints or original.get(CHECKPOINTS_VARIABLE),
+        given_checkpoints,
         default=f"file://{state.checkpoints}" if address == LOOPBACK else None,
     )
     os.chdir(state.ray)  # Ray puts the driver's folder on its workers' path: let it be one without packages
@@ -231,6 +232,7 @@ def _serve_claimed(
         db=db,
         allows_chaos=options.allow_chaos,
         checkpoints=checkpoints,
+        started_with=_started_with(options, db=db, checkpoints=given_checkpoints and checkpoints),
         user_environment=ray_environment.user_environment(original, source=source),
         ray_environment=clean,
     )
@@ -240,6 +242,22 @@ def _serve_claimed(
     if outcome is not Outcome.RESTART:
         return None
     return _next_life(given, url, original)
+
+
+def _started_with(options: argparse.Namespace, *, db: str | None, checkpoints: str | None) -> dict[str, str]:
+    """What `mesh up` was given and cannot change while the head runs, to be said and compared."""
+    from mesh.deployment import without_password
+
+    given = {
+        "--listen": options.listen,
+        "--address": options.address,
+        "--gpu": options.gpu,
+        "--api": options.api,
+        "--db": without_password(db) if db else None,
+        "--checkpoints": checkpoints,
+        "--allow-chaos": "" if options.allow_chaos else None,
+    }
+    return {flag: value for flag, value in given.items() if value is not None}
 
 
 def _checkpoints_url(given: str | None, *, default: str | None) -> str | None:

@@ -44,6 +44,7 @@ from mesh.messages import JoinOrder, MemberReport
 from mesh.network_resources import NetworkReport, ProviderPath
 from mesh.plan import RunPlan
 from mesh.reasons import Reason
+from mesh.rehearsal import why_no_rehearsal
 from mesh.resources import (
     Attempt,
     DeploymentStatus,
@@ -253,12 +254,8 @@ class Coordinator:
     async def chaos(self, name: str, kind: str, rank: int, seconds: float | None, one_way: bool) -> Harm:
         """See `CoordinatorService.chaos`."""
         driver = self._driver(name)
-        if not self._deployment.get("chaos", False):
-            raise ConflictError(
-                "This deployment allows no rehearsed faults.",
-                hint="Start one that does: mesh up --allow-chaos",
-                reason=Reason.FORBIDDEN,
-            )
+        if (refused := why_no_rehearsal(self._details())) is not None:
+            raise refused
         gang = driver.core.gang
         member = gang.members.get(Rank(rank))
         if gang.state.is_terminal or member is None or member.settlement is not None:
@@ -378,6 +375,10 @@ class Coordinator:
             except TimeoutError:
                 return []
 
+    def _details(self) -> dict[str, Any]:
+        facts = {k: v for k, v in self._deployment.items() if k not in ("version", "local")}
+        return {"chaos": False, **facts}
+
     async def status(self) -> DeploymentStatus:
         """See `CoordinatorService.status`."""
         machines = {"Ready": 0, "InUse": 0, "Leaving": 0, "Lost": 0}
@@ -387,7 +388,7 @@ class Coordinator:
         for driver in self._drivers.values():
             state = str(driver.core.gang.state)
             runs[state] = runs.get(state, 0) + 1
-        details = {k: v for k, v in self._deployment.items() if k not in ("version", "local", "chaos")}
+        details = self._details()
         trouble = self._storage_trouble()
         if trouble is not None:
             details["journal"] = trouble

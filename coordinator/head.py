@@ -24,7 +24,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,8 @@ class HeadSettings:
     """Ranks may be harmed on purpose here though machines join from elsewhere; where they are simulated they may."""
     checkpoints: str | None = None
     """URL of the checkpoint store; None where none is kept."""
+    started_with: Mapping[str, str] = field(default_factory=dict)
+    """See `DeploymentRecord`."""
     user_environment: Mapping[str, str]
     """As the head found it: what the users' commands get."""
     ray_environment: Mapping[str, str]
@@ -277,6 +279,8 @@ class Head:
                 "chaos": self._settings.allows_chaos or not self._settings.is_open,
                 "url": self._url,
                 "state": str(self._state.path),
+                "checkpoints": self._settings.checkpoints,
+                "startedWith": dict(self._settings.started_with),
             },
         }
 
@@ -319,6 +323,7 @@ class Head:
                     local=not self._settings.is_open,
                     machines=self._settings.machines,
                     mesh_port=self._mesh_port,
+                    started_with=self._settings.started_with,
                 ),
             )
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mesh.errors import DeploymentError, SpecError
@@ -46,11 +48,32 @@ class DeploymentRecord:
     machines: int
     mesh_port: int = 0
     """Where machines join; 0 where they cannot."""
+    started_with: Mapping[str, str] = field(default_factory=dict)
+    """What it was started with and keeps while it runs: `{"--listen": "0.0.0.0:8471", "--allow-chaos": ""}`."""
 
     @property
     def is_alive(self) -> bool:
         started_s = process_started(self.pid)
         return started_s is not None and abs(started_s - self.pid_started) <= START_TIME_TOLERANCE_S
+
+
+def as_words(options: Mapping[str, str]) -> list[str]:
+    """Options of `mesh up` as its command line has them; one that takes no value has an empty one."""
+    return [word for flag, value in options.items() for word in ((flag, value) if value else (flag,))]
+
+
+def start_again(state: str | Path, started_with: Mapping[str, str], *more: str) -> str:
+    """What ends this deployment and starts it again as it was, with these options besides."""
+    folder = [] if Path(state) == Path("~/.gangmesh").expanduser() else ["--state", str(state)]
+    up = shlex.join(["mesh", "up", *as_words(started_with), *more, *folder])
+    return f"`{shlex.join(['mesh', 'down', *folder])}`, then: {up}"
+
+
+def without_password(url: str) -> str:
+    """A database's URL as it may be shown."""
+    scheme, separator, rest = url.partition("://")
+    account, at, place = rest.rpartition("@")
+    return f"{scheme}{separator}{account.partition(':')[0]}:***@{place}" if at and ":" in account else url
 
 
 def state_folder(explicit: str | Path | None = None) -> Path:
@@ -108,6 +131,9 @@ def read_record(state: Path) -> DeploymentRecord | None:
             local=bool(data["local"]),
             machines=int(data["machines"]),
             mesh_port=int(data.get("mesh_port", 0)),
+            started_with={
+                str(flag): str(value) for flag, value in dict(data.get("started_with", {})).items()
+            },
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DeploymentError(

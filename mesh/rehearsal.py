@@ -5,6 +5,7 @@ Rules of this file:
 2. A run has resumed when all its ranks run in a later epoch than the one that was harmed, or when the harmed rank
    runs again in that one, alone.
 3. A fault for a time, shorter than a lease, disturbs nobody: that is a verdict too.
+4. What a deployment can never do is refused before anything is waited for.
 """
 
 from __future__ import annotations
@@ -13,11 +14,36 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from mesh.deployment import start_again
+from mesh.errors import ConflictError
 from mesh.messages import LEASE_GUARD_S, LEASE_TTL_S
+from mesh.reasons import Reason
 from mesh.states import HarmKind, RunState
 
 NOTICE_LIMIT_S = 10.0
 """By when, after a fault is undone, the run would have noticed it: a lease, its guards, and some patience."""
+
+
+def why_no_rehearsal(details: Mapping[str, Any], *, at_step: int | None = None) -> ConflictError | None:
+    """Why a deployment takes no such rehearsal, by the details of its status; None also where they do not say."""
+    state, started_with = details.get("state", ""), details.get("startedWith", {})
+    if details.get("chaos") is False:
+        store = (
+            "" if details.get("checkpoints", "") else " (and --checkpoints URL, to go on from what was saved)"
+        )
+        again = start_again(state, started_with, "--allow-chaos")
+        return ConflictError(
+            "This deployment allows no rehearsed faults: it was started without --allow-chaos.",
+            hint=f"That cannot be changed while it runs. {again}{store}",
+            reason=Reason.FORBIDDEN,
+        )
+    if at_step is not None and details.get("checkpoints", "") is None:
+        again = start_again(state, started_with, "--checkpoints", "URL")
+        return ConflictError(
+            f"Step {at_step} is never committed here: the deployment has no checkpoint store.",
+            hint=f"Say when by --after 30s, or give it one, which needs a new start. {again}",
+        )
+    return None
 
 
 class Outcome(StrEnum):

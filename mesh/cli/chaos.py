@@ -166,11 +166,14 @@ async def _chaos(name: str, plan: _Plan, output: OutputFormat, state: Any, url: 
     from mesh.cli.output import print_document
     from mesh.cli.terminal import Terminal
     from mesh.errors import MeshTimeoutError
-    from mesh.rehearsal import Outcome, verdict
+    from mesh.rehearsal import Outcome, verdict, why_no_rehearsal
 
     terminal = Terminal()
     deadline = time.monotonic() + plan.timeout_s
     async with client_for(state, url) as client, terminal.working(f"Waiting for {name} to run") as spinner:
+        refused = why_no_rehearsal((await client.status())["details"], at_step=plan.at_step)
+        if refused is not None:
+            raise refused
         try:
             async with asyncio.timeout(plan.timeout_s):
                 before = await _moment(client, name, plan, terminal, spinner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from mesh.deployment import DeploymentRecord
 
 PROBE_LIMIT_S = 10.0
+CHECKPOINTS_OPTION = "--checkpoints"
+NO_CHECKPOINTS = "none, so a run that starts again restores nothing (mesh up --checkpoints URL)"
 
 
 def up(
@@ -51,7 +54,8 @@ def up(
         typer.Option(
             "--checkpoints",
             metavar="URL",
-            help="Where gang checkpoints are kept: file://, s3://, gs://, or a directory that every machine reaches.",
+            help="Where gang checkpoints are kept: file://, s3://, gs://, or a directory that every machine reaches. "
+            "With --listen or --address there are none without it.",
         ),
     ] = None,
     address: Annotated[
@@ -66,7 +70,8 @@ def up(
     allow_chaos: Annotated[
         bool,
         typer.Option(
-            "--allow-chaos", help="Let `mesh chaos` harm ranks with --address too; otherwise it always may."
+            "--allow-chaos",
+            help="With --listen or --address: let `mesh chaos` harm ranks. With simulated machines it always may.",
         ),
     ] = False,
     output: OutputOption = OutputFormat.TABLE,
@@ -103,6 +108,10 @@ def up(
         )
 
     execute(lambda: _up(options(), output), state=state)
+
+
+def how_to_join(mesh_port: int | str) -> str:
+    return f"let a machine join: `mesh token create` here, then `mesh join https://HOST:{mesh_port} --token …` there"
 
 
 def _store_url(given: str) -> str:
@@ -158,11 +167,11 @@ async def _up(options: HeadOptions, output: OutputFormat) -> int:
     terminal.out(
         f"{verb} at {record.url} ({present} machine{'s' if present != 1 else ''}, state folder {folder})."
     )
+    if started and (options.listen or options.address) and CHECKPOINTS_OPTION not in record.started_with:
+        terminal.note(f"Checkpoints: {NO_CHECKPOINTS}.")
     if record.mesh_port:
-        terminal.note(
-            f"Let a machine join: `mesh token create` here, then `mesh join https://HOST:{record.mesh_port} --token …` "
-            "there, HOST being an address of this host."
-        )
+        joining = how_to_join(record.mesh_port)
+        terminal.note(f"{joining[0].upper()}{joining[1:]}, HOST being an address of this host.")
     elif started and options.address is not None:
         terminal.note(
             f"On each machine: python -m agents join --head {record.url} --token-file FILE --address ADDRESS"
@@ -174,19 +183,14 @@ async def _up(options: HeadOptions, output: OutputFormat) -> int:
 
 async def _grow(options: HeadOptions, record: DeploymentRecord, terminal: Terminal) -> int:
     """Adds machines to the running deployment, up to what is asked for; says which options come too late."""
+    from mesh.cli.head import late_options
     from mesh.client import connect
+    from mesh.deployment import start_again
 
-    given = {
-        "--gpu": options.gpu,
-        "--listen": options.listen,
-        "--api": options.api,
-        "--db": options.db,
-        "--address": options.address,
-        "--checkpoints": options.checkpoints,
-    }
-    late = [flag for flag, value in given.items() if value is not None]
+    late = late_options(options, record)
     if late:
-        terminal.warn(f"{', '.join(late)} cannot be changed while it runs; `mesh down` first.")
+        again = start_again(options.state, {**record.started_with, **late})
+        terminal.warn(f"{', '.join(late)} cannot be changed while it runs. {again}")
     async with connect(state=options.state) as client:
         present = [machine for machine in await client.list_machines() if machine["state"] != "Lost"]
         if len(present) >= options.machines or not record.local:
@@ -297,8 +301,23 @@ async def _status(output: OutputFormat, state: Path | None, url: str | None) -> 
     terminal.out(f"deployment  {facts['state']} at {address} (version {facts['version']})")
     terminal.out(f"machines    {machines}")
     terminal.out(f"runs        {runs}")
-    for key, value in facts["details"].items():
-        terminal.out(f"{key:<12}{value}")
+    for line in _detail_lines(facts["details"]):
+        terminal.out(line)
+
+
+def _detail_lines(details: Mapping[str, Any]) -> list[str]:
+    """What else a deployment says of itself, and what follows from it where machines join it."""
+    said = {
+        key: value for key, value in details.items() if key not in ("chaos", "checkpoints", "startedWith")
+    }
+    listen = details.get("startedWith", {}).get("--listen")
+    if listen is not None:
+        said["mesh port"] = f"{listen}; {how_to_join(listen.rpartition(':')[2])}"
+    if "checkpoints" in details:
+        said["checkpoints"] = details["checkpoints"] or NO_CHECKPOINTS
+    if details.get("chaos") is False:
+        said["chaos"] = "not allowed (mesh up --allow-chaos)"
+    return [f"{key:<12}{value}" for key, value in said.items()]
 
 
 async def _run_status(name: str, output: OutputFormat, state: Path | None, url: str | None) -> None:

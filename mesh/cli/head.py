@@ -35,6 +35,7 @@ from mesh.deployment import (
     claimed_by,
     live_record,
     read_record,
+    without_password,
 )
 from mesh.errors import DeploymentError, MeshError, MeshTimeoutError
 from mesh.own_source import with_own_source
@@ -85,6 +86,21 @@ class HeadOptions:
             *(["--allow-chaos"] if self.allow_chaos else []),
             *("--ready-fd", str(ready_fd)),
         ]
+
+
+def late_options(options: HeadOptions, record: DeploymentRecord) -> dict[str, str]:
+    """What is asked for of a deployment that runs already, and is another than what it was started with."""
+    given = {
+        "--gpu": options.gpu,
+        "--listen": options.listen,
+        "--api": options.api,
+        "--db": without_password(options.db) if options.db is not None else None,
+        "--address": options.address,
+        "--checkpoints": options.checkpoints,
+        "--allow-chaos": "" if options.allow_chaos and not record.local else None,
+    }
+    has = record.started_with
+    return {flag: value for flag, value in given.items() if value is not None and has.get(flag) != value}
 
 
 def prepare_state(state: Path) -> None:

@@ -1,7 +1,8 @@
 """A head process with a `FakeService` behind the real API: `python -m tests.fakes.head serve …`, as the real one.
 
 $FAKE_HEAD makes it misbehave: `refuse` (tells an error and ends), `crash` (ends without a word), `slow` (waits for the
-file `go` in the state folder before it is ready). A file `outage` in the state folder makes the coordinator unreachable
+file `go` in the state folder before it is ready); `open` makes it say that machines join it, and that it has no
+checkpoint store. A file `outage` in the state folder makes the coordinator unreachable
 for as long as it is there; machines that are named in a file `apart` are reached by nobody. SIGUSR1 cuts every open
 connection.
 """
@@ -64,6 +65,17 @@ async def serve(options: argparse.Namespace) -> int:
         await asyncio.sleep(LOOK_S)
     kind, _, count = (options.gpu or "").partition(":")
     service = FakeService(machines=options.machines, gpu_type=kind or None, gpu_count=int(count or 0))
+    started_with = {"--allow-chaos": ""} if options.allow_chaos else {}
+    is_open = misbehaviour == "open"
+    if is_open:
+        started_with = {"--listen": "0.0.0.0:8471", **started_with}
+        service.allows_chaos = options.allow_chaos
+        service.details = {
+            "chaos": options.allow_chaos,
+            "checkpoints": None,
+            "state": str(options.state),
+            "startedWith": started_with,
+        }
     app = make_app(
         service,
         service.logs,
@@ -83,8 +95,10 @@ async def serve(options: argparse.Namespace) -> int:
         token="s3cret",
         pid=os.getpid(),
         pid_started=process_started(os.getpid()) or 0.0,
-        local=True,
+        local=not is_open,
         machines=options.machines,
+        mesh_port=8471 if is_open else 0,
+        started_with=started_with,
     )
     write_record(options.state, record)
     with (options.state / "starts").open("a") as file:

@@ -53,6 +53,8 @@ class FakeService:
     def __init__(self, *, machines: int = 2, gpu_type: str | None = None, gpu_count: int = 0) -> None:
         self.outage = False
         self.allows_chaos = True
+        self.details: dict[str, Any] = {}
+        """What the deployment says of itself beside the rest."""
         self.apart: set[str] = set()
         """Machines that nobody reaches."""
         self.calls: list[str] = []
@@ -278,7 +280,7 @@ class FakeService:
             "local": True,
             "machines": machines,
             "runs": runs,
-            "details": {},
+            "details": dict(self.details),
         }
 
     # -- the life of a run ---------------------------------------------------------------------------------------------

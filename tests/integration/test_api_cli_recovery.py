@@ -110,6 +110,33 @@ def test_chaos_takes_a_machine_away_and_gives_a_verdict(shell: Shell) -> None:
     assert shell.mesh("chaos", "loses", "--lose-machine", "0").returncode == 5
 
 
+def test_what_a_deployment_never_does_is_refused_before_anything_is_waited_for(tmp_path: Path) -> None:
+    """There is no run at all: whoever waited for one would say that."""
+    harm = ("chaos", "r", "--lose-machine", "1")
+    shell = Shell(tmp_path)
+    try:
+        assert shell.mesh("up", FAKE_HEAD="open").returncode == 0
+        refused = shell.mesh(*harm, "--at-step", "10")
+        assert refused.returncode == 5, refused.stderr
+        again = f"mesh up --listen 0.0.0.0:8471 --allow-chaos --state {shell.state}"
+        assert "cannot be changed while it runs" in refused.stderr and again in refused.stderr
+        late = shell.mesh("up", "--allow-chaos", "--listen", "0.0.0.0:8471")
+        assert "warning: --allow-chaos cannot be changed while it runs" in late.stderr, late.stderr
+        assert again in late.stderr
+        assert "warning" not in shell.mesh("up", "--listen", "0.0.0.0:8471").stderr
+        status = shell.mesh("status").stdout
+        assert "mesh port   0.0.0.0:8471" in status and "mesh join https://HOST:8471" in status, status
+        assert "restores nothing" in status and "not allowed" in status
+        assert shell.mesh("down", "-y").returncode == 0
+        assert shell.mesh("up", "--allow-chaos", FAKE_HEAD="open").returncode == 0
+        refused = shell.mesh(*harm, "--at-step", "10")
+        assert (refused.returncode, "no checkpoint store" in refused.stderr) == (5, True), refused.stderr
+        assert "--checkpoints URL" in refused.stderr
+        assert shell.mesh(*harm).returncode == 4
+    finally:
+        shell.stop()
+
+
 def test_chaos_says_when_a_run_does_not_resume(shell: Shell) -> None:
     submitted(shell, "dies", "--", "script", "hang")
     done = shell.mesh("chaos", "dies", "--kill-rank", "0", "--after", "100ms")
