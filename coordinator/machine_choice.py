@@ -37,6 +37,12 @@ def together(a: str, b: str) -> str | None:
     return None
 
 
+def never_passed(a: str, b: str, fault: str) -> str:
+    """Why two providers are apart: what the last check between them found."""
+    one, other = sorted((a, b))
+    return f"{one or 'machines without a provider'} and {other} never passed a network check. {fault}"
+
+
 _WORDS = re.compile(r"\d+|\D+")
 
 

@@ -20,7 +20,7 @@ from coordinator.core.effects import CheckNetwork
 from coordinator.core.events import NetworkChecked, NetworkRefusal
 from coordinator.fleet import Fleet, Looked, MachineFacts
 from coordinator.journal import Journal
-from coordinator.machine_choice import natural
+from coordinator.machine_choice import natural, never_passed
 from mesh.errors import ConflictError, MeshError, NotFoundError, StorageError
 from mesh.ids import MachineName, Rank
 from mesh.netcheck.path_book import PathBook
@@ -133,12 +133,7 @@ class NetworkWatch:
     def why_apart(self, a: str, b: str) -> str | None:
         """Why machines of these two providers are not offered to one gang; None: they are."""
         line = self._book.unoffered().get(frozenset((a, b)))
-        if line is None:
-            return None
-        one, other = sorted((a, b))
-        return (
-            f"{one or 'machines without a provider'} and {other} never passed a network check. {line.fault}"
-        )
+        return None if line is None else never_passed(a, b, str(line.fault))
 
 
 def _unchecked(effect: CheckNetwork, why: str) -> NetworkChecked:

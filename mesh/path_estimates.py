@@ -49,6 +49,15 @@ def path_estimates(
     return [_estimate(pair, by_pair) for pair in sorted(possible) if pair[0] not in apart]
 
 
+def providers_apart(known: Iterable[ProviderPath]) -> dict[tuple[str, str], str]:
+    """Two providers of which no path is offered, in order, and what a check of them found."""
+    by_pair: dict[Pair, ProviderPath] = {
+        ((path["providers"][0], path["providers"][1]), path["path"]): path for path in known
+    }
+    apart = _apart(by_pair)
+    return {pair: path["fault"] or "" for (pair, _), path in by_pair.items() if pair in apart}
+
+
 def _apart(known: Mapping[Pair, ProviderPath]) -> set[tuple[str, str]]:
     """Two providers of which no path is offered."""
     offered = {providers for (providers, _), path in known.items() if path["offered"]}
@@ -66,7 +75,7 @@ def _can_have(plan: RunPlan, machine: Machine) -> bool:
 def _possible(plan: RunPlan, machines: Iterable[Machine]) -> set[Pair]:
     """Rules 1 and 2, but for what is apart."""
     policy = plan.transport_policy if plan.nodes <= RELAYED_MEMBERS_MAX else TransportPolicy.DIRECT
-    there = [_facts(machine) for machine in machines if _can_have(plan, machine)]
+    there = [network_facts(machine) for machine in machines if _can_have(plan, machine)]
     kinds = Counter(_kind(facts) for facts in there)
     one_of = {_kind(facts): facts for facts in there}
     most = [kind for kind, _ in kinds.most_common(KINDS_MAX)]
@@ -83,7 +92,8 @@ def _possible(plan: RunPlan, machines: Iterable[Machine]) -> set[Pair]:
     return found
 
 
-def _facts(machine: Machine) -> NetworkFacts:
+def network_facts(machine: Machine) -> NetworkFacts:
+    """Where a machine stands, as the API shows it."""
     network: Mapping[str, Any] = machine["network"] or {}
     return NetworkFacts(
         machine=MachineName(machine["name"]),

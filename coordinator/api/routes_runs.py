@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +15,7 @@ from coordinator.api.endpoints import CONTEXT, Answer, Endpoint, Parameter, Quer
 from coordinator.api.retry import ask
 from coordinator.api.routes_deployment import SELECTOR
 from coordinator.api.streams import compact_json
+from coordinator.would_wait import why_it_would_wait
 from mesh.errors import ConflictError, MeshTimeoutError, NotFoundError, SpecError, TransportError
 from mesh.ids import new_run_uid
 from mesh.netcheck.estimate import MEMBERS_MIN, parse_model_size
@@ -22,8 +24,9 @@ from mesh.reasons import Reason
 from mesh.resources import Attempt, DryRun, Run, Submission
 from mesh.selectors import JOB_LABEL, attempt_labels, parse_selector, run_labels
 from mesh.spec import Job, job_from_data
-from mesh.submission import dry_run_answer, facts_now, prepare
+from mesh.submission import Prepared, dry_run_answer, facts_now, prepare
 
+NO_SUCH_CAPACITY = "NoSuchCapacity"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 IDEMPOTENCY_KEY_LENGTH_MAX = 255
 
@@ -64,6 +67,7 @@ async def submit_run(request: web.Request, query: Query) -> web.StreamResponse:
         nodes = max(prepared.plan.nodes, MEMBERS_MIN)
         known = await ask(lambda: context.service.list_paths(parameters, nodes))
         paths = path_estimates(prepared.plan, machines, known)
+        prepared = _with_wait(prepared, why_it_would_wait(prepared.plan, machines, known))
         return web.json_response(dry_run_answer(prepared, paths=paths))
     request_id = _request_id(request, body)
     run = await ask(lambda: context.service.submit(prepared.job, prepared.plan.to_record(), request_id))
@@ -72,6 +76,14 @@ async def submit_run(request: web.Request, query: Query) -> web.StreamResponse:
         status=HTTPStatus.CREATED,
         headers={"Location": f"/v1/runs/{run['metadata']['name']}"},
     )
+
+
+def _with_wait(prepared: Prepared, why: str | None) -> Prepared:
+    """With a warning of what it would wait for, unless it has one of fewer machines or accelerators."""
+    if why is None or any(warning.startswith(NO_SUCH_CAPACITY) for warning in prepared.warnings):
+        return prepared
+    told = f"{NO_SUCH_CAPACITY}: With the machines that there are the run will wait. {why}"
+    return replace(prepared, warnings=(*prepared.warnings, told))
 
 
 def _model_size(query: Query) -> float | None:

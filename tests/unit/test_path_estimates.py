@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.network_view import path_resource
+from coordinator.would_wait import why_it_would_wait
 from mesh.cli.dry_run import print_dry_run
 from mesh.cli.options import OutputFormat
 from mesh.cli.terminal import Terminal
@@ -207,3 +208,25 @@ def test_without_a_size_the_measurement_is_told_and_how_to_get_the_length(
     assert "direct between aws and gcp: 1.0 Gbit/s, round trip 20 ms; --model-size 7B says" in text
     assert "all-reduce" not in printed(capfd, [], model_size=None)
     assert "no relayed or wide-area path between the members" in printed(capfd, [], model_size="7B")
+
+
+def test_what_no_path_joins_is_waited_for_and_said_in_the_words_of_the_wait() -> None:
+    two = [machine("a-1", "aws"), machine("g-1", "gcp")]
+    why = why_it_would_wait(plan(network=NetworkScope.COLOCATED), two, [])
+    assert why is not None
+    assert why.startswith(
+        "Waiting for 2 machines, all at once: a-1 free; g-1 free. No allowed path joins so many"
+    )
+    assert why_it_would_wait(plan(), two, []) is None
+    same = [machine("a-1", "aws"), machine("a-2", "aws"), machine("g-1", "gcp")]
+    assert why_it_would_wait(plan(network=NetworkScope.COLOCATED), same, []) is None
+    busy: Machine = {**same[0], "state": "InUse", "run": "other"}
+    assert why_it_would_wait(plan(network=NetworkScope.COLOCATED), [busy, *same[1:]], []) is None
+
+
+def test_two_providers_that_are_apart_are_waited_for_with_what_a_check_found() -> None:
+    two = [machine("a-1", "aws"), machine("g-1", "gcp")]
+    apart = PathLine(providers=("aws", "gcp"), path="direct", failed=2, failed_at=1.7e9, fault="Silent.")
+    why = why_it_would_wait(plan(), two, [path_resource(apart, parameters=None, members=2)])
+    assert why is not None
+    assert "Not offered together: aws and gcp never passed a network check. Silent." in why
