@@ -2,9 +2,9 @@
 
 Rules of this file:
 1. The agent itself says goodbye, after its run has left; this process tells it that it is for good, and waits.
-2. Where no agent runs, or it could not tell its head, nobody says goodbye: the identity is removed, and the head has
-   given the machine up already, or will. A relay is believed until somebody says that it has left, so this process
-   does, and its exit code says whether the head has heard it.
+2. Where no agent runs, or it could not tell its head, this process says goodbye, removes the identity, and its exit
+   code says whether the head has heard it. A head that has not gives a machine up by itself; a relay it believes
+   until somebody says that it has left.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import signal
 from pathlib import Path
 
 from agents.join import GOODBYE_LIMIT_S, GRACE_S_LARGEST
-from agents.machine_identity import forget_identity, is_known
+from agents.leaving_afar import leave_from_afar
+from agents.machine_identity import is_known
 from agents.machine_state import LEAVING_NAME, LOCK_NAME
 from agents.relay_folder import KNOWN_NAME
-from agents.relay_leaving import leave_from_afar
 from mesh.cli.terminal import write_err
 from mesh.errors import DeploymentError, MeshTimeoutError
 
@@ -35,7 +35,7 @@ def leave(state: Path) -> int:
         )
     pid = _agent_of(folder)
     if pid is None:
-        return _leave_alone(folder, "No agent runs here.")
+        return _leave_alone(folder)
     handle = os.pidfd_open(pid)
     try:
         (folder / LEAVING_NAME).touch()
@@ -47,20 +47,17 @@ def leave(state: Path) -> int:
         raise MeshTimeoutError("The agent still waits for its run to leave.", timeout_s=WAIT_LIMIT_S)
     (folder / LEAVING_NAME).unlink(missing_ok=True)
     if is_known(folder) or (folder / KNOWN_NAME).exists():
-        return _leave_alone(
-            folder, "The agent has ended, but could not tell the head; that gives the machine up."
-        )
+        return _leave_alone(folder)
     write_err("This machine has left. To join again it needs a token.\n")
     return 0
 
 
-def _leave_alone(folder: Path, why: str) -> int:
+def _leave_alone(folder: Path) -> int:
     code = leave_from_afar(folder)
-    if code is not None:
-        return code
-    forget_identity(folder)
-    write_err(f"{why} To join again this machine needs a token.\n")
-    return 0
+    if code is None:
+        write_err("No agent runs here, and this folder is no machine's. To join it needs a token.\n")
+        return 0
+    return code
 
 
 def _agent_of(folder: Path) -> int | None:

@@ -34,11 +34,11 @@ from agents.gateway import raise_descriptor_limit
 from agents.head_line import JOIN_LIMIT_S, HeadUrl, ask_trust, head_api, own_addresses
 from agents.join_key import forget_join_key, join_key
 from agents.join_mesh_settings import check_address, listen_address
+from agents.leaving_afar import leave_head
 from agents.machine_state import LEAVING_NAME, claimed
 from agents.mesh_heard import RelayNewsHeard, answer_errors
 from agents.own_port import check_free, port_errors
 from agents.relay_folder import KnownRelay, RelayFolder
-from agents.relay_leaving import leave_head
 from agents.stopping import unless_stopped
 from mesh import __version__
 from mesh.errors import (

@@ -361,13 +361,44 @@ async def test_nobody_says_that_a_relay_has_left_of_which_the_head_was_not_told(
 
 
 async def test_a_machine_whose_agent_could_not_tell_its_head_is_told_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    head: HeadWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_identity(tmp_path, KnownIdentity(head="https://head:1", name="m", secret="s", bundle="b"))
+    nowhere, bundle = f"https://127.0.0.1:{free_port()}", head.authority.bundle_pem().decode()
+    write_identity(tmp_path, KnownIdentity(head=nowhere, name="m", secret="s", bundle=bundle))
     async with silent_agent(tmp_path):
-        assert await asyncio.to_thread(leave, tmp_path) == 0
-    assert "could not tell the head" in capfd.readouterr().err
+        assert await asyncio.to_thread(leave, tmp_path) == ExitCode.NO_DEPLOYMENT
+    said = capfd.readouterr().err
+    assert "has left" not in said
+    assert "the head was not told" in said and "It gives the machine up" in said
     assert read_identity(tmp_path) is None
+
+
+async def test_a_machine_whose_agent_ended_without_a_word_leaves_from_afar_and_only_once(
+    head: HeadWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await head.way(tmp_path / "m", await head.token())._asking.ask()
+    known = read_identity(tmp_path / "m")
+    assert known is not None
+    assert await asyncio.to_thread(leave, tmp_path / "m") == 0
+    assert "has left" in capfd.readouterr().err
+    assert head.desk.revoked() == [known.name]
+    assert read_identity(tmp_path / "m") is None
+    write_identity(tmp_path / "m", known)
+    assert await asyncio.to_thread(leave, tmp_path / "m") == 0
+    assert "Its head had done so before" in capfd.readouterr().err
+
+
+async def test_a_relay_that_was_removed_already_has_nothing_left_to_be_drained(
+    head: HeadWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "r"
+    async with running(agent(head, folder, await relay_token(head))) as name:
+        pass
+    await head.desk.relays.remove(name)
+    assert await asyncio.to_thread(leave, folder) == 0
+    said = capfd.readouterr().err
+    assert "Its head had done so before" in said and "drain" not in said
+    assert RelayFolder(folder).read_known() is None
 
 
 async def test_a_relay_that_is_removed_while_it_runs_ends_and_says_why(
