@@ -24,6 +24,9 @@ from mesh.net.paths import NetworkFacts, NoPath
 from mesh.netcheck.measurements import Seen
 from mesh.states import NetworkScope, TransportPolicy
 
+LOST_TOLD_MAX = 3
+"""Of lost machines so many are named to who waits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -223,18 +226,25 @@ def why_waiting(
 ) -> Waiting:
     """What is wanted, and machine by machine why it is not there. `coming` are being acquired.
 
-    `apart`: why machines that are there are not offered together.
+    `apart`: why machines that are there are not offered together. One that was wanted back and is gone is not told of.
     """
     wanted = f"{shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
     if shape.gpus_per_node:
         kinds = "/".join(shape.gpu_types) or "accelerators"
         wanted += f" with {shape.gpus_per_node} {kinds}"
     parts = []
-    ordered = sorted(machines, key=lambda m: m.name)
+    there_still = [m for m in machines if m.is_alive or not m.is_cordoned or m.name in used_by]
+    ordered = sorted(there_still, key=lambda m: m.name)
+    lost = [m for m in ordered if not m.is_alive]
+    untold = {m.name for m in lost[LOST_TOLD_MAX:]}
     for facts in ordered:
+        if facts.name in untold:
+            continue
         lack = matches(facts, shape)
         owner = used_by.get(facts.name)
         parts.append(f"{facts.name} {f'in use by {owner}' if owner and facts.is_alive else lack or 'free'}")
+    if untold:
+        parts.append(f"{len(untold)} more lost")
     still_coming = sorted(set(coming) - {m.name for m in machines if m.is_alive})
     parts += [f"{name} is coming" for name in still_coming]
     there = "; ".join(parts) if parts else "the deployment has no machines"

@@ -136,7 +136,7 @@ class Seats(Saving):
         self._effects.append(WithdrawReservation(reservation=want.reservation))
         self._announce(
             "NoOtherMachine",
-            f"There is no other machine: {', '.join(swept)} may come back, once it is found clean.",
+            f"There is no other machine: {', '.join(swept)} may be used again, if it comes back and is found clean.",
         )
         self._want(want.ranks)
         return True

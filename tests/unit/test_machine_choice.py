@@ -120,6 +120,16 @@ def test_a_run_that_waits_hears_who_has_what_and_what_is_coming() -> None:
     assert not why_waiting(shape, machines, {}).is_possible
 
 
+def test_a_machine_that_has_left_is_not_told_of_and_of_many_lost_ones_some() -> None:
+    left = [machine(f"l-{number}", is_alive=False, is_cordoned=True) for number in range(5)]
+    shape = asked("a", 2).shape
+    assert "l-" not in why_waiting(shape, [*left, machine("m-1")], {}).why
+    assert why_waiting(shape, left, {}).why.endswith("the deployment has no machines.")
+    assert "l-0 lost" in why_waiting(shape, left, {"l-0": "mine"}).why, "it is not given back yet"
+    lost = [machine(f"m-{number}", is_alive=False) for number in range(5)]
+    assert why_waiting(shape, lost, {}).why.endswith("m-0 lost; m-1 lost; m-2 lost; 2 more lost.")
+
+
 # ---- paths ------------------------------------------------------------------------------------------
 
 
