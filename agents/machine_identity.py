@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mesh.errors import DeploymentError
+from mesh.joining import IDENTITY_NAME
 from mesh.private_files import write_private
 from mesh.reasons import Reason
 
-FILE_NAME = "identity.json"
+FILE_NAME = IDENTITY_NAME
 OPTIONS_NAME = "join-options.json"
 """See `kept_options.py`."""
 

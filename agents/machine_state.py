@@ -15,6 +15,7 @@ from pathlib import Path
 from agents.gateway_wire import CONTROL_NAME
 from agents.machine_folder import FOLDER_VARIABLE, GATEWAY_VARIABLE, note_environment
 from agents.ray_environment import ray_environment, user_environment
+from mesh.deployment import claimed_by
 from mesh.errors import DeploymentError
 from mesh.own_source import source_folder
 from mesh.reasons import Reason
@@ -71,10 +72,12 @@ def claimed(path: Path, *parts: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            pid = claimed_by(path)
+            process, ending = ("", "SIGTERM") if pid is None else (f" (process {pid})", f"kill {pid}")
             raise DeploymentError(
-                f"An agent runs from {path} already.",
-                hint="One folder is one machine: end that agent first (`mesh leave`, or SIGTERM), or name another "
-                "folder with --state DIR.",
+                f"An agent runs from {path} already{process}.",
+                hint=f"One folder is one machine. End that agent first ({ending}: it can come back as the same; "
+                "`mesh leave`: it is gone for good), or name another folder with --state DIR.",
                 reason=Reason.DEPLOYMENT_BUSY,
                 path=str(path),
             ) from None

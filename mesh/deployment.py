@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mesh.errors import DeploymentError, SpecError
+from mesh.joining import IDENTITY_NAME, MACHINE_STATE
 from mesh.private_files import write_private
 from mesh.reasons import Reason
 
@@ -170,6 +171,17 @@ def claimed_by(state: Path) -> int | None:
     return None
 
 
+def joined_head() -> str | None:
+    """The head that an agent on this host works for, in the folder that is `mesh join`'s own; None when none does."""
+    folder = MACHINE_STATE.expanduser()
+    if claimed_by(folder) is None:
+        return None
+    try:
+        return str(json.loads((folder / IDENTITY_NAME).read_text(encoding="utf-8"))["head"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def not_running(state: Path) -> DeploymentError:
     """The error for a call that needs a deployment where none is running."""
     if (pid := claimed_by(state)) is not None:
@@ -179,6 +191,13 @@ def not_running(state: Path) -> DeploymentError:
             reason=Reason.DEPLOYMENT_NOT_RUNNING,
             path=str(state),
             pid=pid,
+        )
+    if (head := joined_head()) is not None:
+        return DeploymentError(
+            f"No deployment is running from {state}; this is a machine of {head}.",
+            hint=f"Ask on that head, or with --url {head}, ${TOKEN_VARIABLE} and ${AUTHORITY_VARIABLE}.",
+            reason=Reason.DEPLOYMENT_NOT_RUNNING,
+            path=str(state),
         )
     record_left = (state / RECORD_NAME).exists()
     story = "ended without taking its record away (it was killed, or the machine restarted)"

@@ -103,16 +103,19 @@ def start_detached(module: str, words: Sequence[str], environment: Mapping[str, 
     from mesh.errors import MeshError
 
     try:
-        name = _start(module, words, environment, state)
+        name, pid = _start(module, words, environment, state)
     except MeshError as error:
         return report(error, code_of_agent)
     leave = ["mesh", "leave", *(() if state == MACHINE_STATE.expanduser() else ("--state", str(state)))]
-    Terminal().out(f"Joined as {name}. Log: {state / LOG_NAME}. It ends with: {shlex.join(leave)}")
+    Terminal().out(
+        f"Joined as {name}. Log: {state / LOG_NAME}. To stop it and start it again as the same: kill {pid}. "
+        f"To leave for good: {shlex.join(leave)}"
+    )
     return ExitCode.OK
 
 
-def _start(module: str, words: Sequence[str], environment: Mapping[str, str], state: Path) -> str:
-    """The name of who has joined. Raises what it said."""
+def _start(module: str, words: Sequence[str], environment: Mapping[str, str], state: Path) -> tuple[str, int]:
+    """The name of who has joined, and its process. Raises what it said."""
     from mesh.errors import DeploymentError, MeshError
     from mesh.reasons import Reason
 
@@ -152,7 +155,7 @@ def _start(module: str, words: Sequence[str], environment: Mapping[str, str], st
             )
         )
     process.returncode = 0  # a daemon now: not ours to wait for
-    return str(told["name"])
+    return str(told["name"]), process.pid
 
 
 def _word_of(news: BinaryIO) -> dict[str, Any]:

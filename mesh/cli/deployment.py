@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mesh.deployment import DeploymentRecord
 
 PROBE_LIMIT_S = 10.0
+UNTIL_BACK = (
+    "each agent, its gateway and its port stay, and it dials until this head is back. To end one there: SIGTERM to its "
+    "agent, or `mesh leave` for good."
+)
 CHECKPOINTS_OPTION = "--checkpoints"
 NO_CHECKPOINTS = "none, so a run that starts again restores nothing (mesh up --checkpoints URL)"
 
@@ -206,7 +210,7 @@ def down(
 ) -> None:
     """Ends the deployment of the state folder: cancels its runs, stops every process, keeps journal and logs.
 
-    Suspended runs stay: after `mesh up` they can be resumed.
+    Suspended runs stay: after `mesh up` they can be resumed. Machines that joined keep running, and come back then.
     """
     execute(lambda: _down(state, yes), state=state)
 
@@ -228,7 +232,7 @@ async def _down(state: Path | None, yes: bool) -> int:
         if record is None:
             terminal.note(f"No deployment is running from {folder}; there is nothing to stop.")
             return 0
-        active = await _active_runs(folder)
+        active, joined = await _active_runs(folder), await _joined_machines(folder, record)
         if active and not yes and stdin_is_terminal():
             spinner.stop()
             question = f"{_listed(active)} will be cancelled. Stop the deployment?"
@@ -238,12 +242,34 @@ async def _down(state: Path | None, yes: bool) -> int:
         await stop_head(record)
     ended = f" Cancelled: {_listed(active)}." if active else ""
     terminal.note(f"Stopped the deployment at {record.url}.{ended} Journal and logs stay in {folder}.")
+    if joined is not None:
+        terminal.note(joined)
     return 0
 
 
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+async def _joined_machines(folder: Path, record: DeploymentRecord) -> str | None:
+    """What becomes of the machines that joined; None when there are none."""
+    import asyncio
+
+    from mesh.client import connect
+    from mesh.errors import MeshError
+
+    if record.local:
+        return None
+    try:
+        async with asyncio.timeout(PROBE_LIMIT_S), connect(state=folder) as client:
+            count = sum(machine["state"] != "Lost" for machine in await client.list_machines())
+    except (MeshError, TimeoutError):
+        return f"Machines that joined keep running, if there are any: {UNTIL_BACK}"
+    if count == 0:
+        return None
+    who = "1 machine that joined keeps" if count == 1 else f"{count} machines that joined keep"
+    return f"{who} running: {UNTIL_BACK}"
 
 
 async def _active_runs(folder: Path) -> list[str]:

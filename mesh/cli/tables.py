@@ -57,6 +57,12 @@ def _gpus(machine: Item) -> str:
     return f"{gpus.get('type') or 'GPU'}:{gpus['count']}" if gpus.get("count") else "-"
 
 
+def _dialable(machine: Item) -> str:
+    if machine["network"] is None:
+        return "-"
+    return "yes" if machine["network"]["dialable"] else "no, by a relay"
+
+
 def _boot(attempt: Item) -> str:
     return "-" if attempt["bootSeconds"] is None else span(attempt["bootSeconds"])
 
@@ -125,6 +131,12 @@ MACHINES = (
     Column(title="ADDRESS", text=lambda machine: str(machine["address"])),
     Column(title="RUN", text=lambda machine: _optional(machine["run"]), flexible=True),
     Column(title="WAITS FOR", text=lambda machine: _optional(machine["waitsFor"]), flexible=True),
+    Column(title="DIALABLE", text=_dialable, wide=True),
+    Column(
+        title="PRIVATE NETWORK",
+        text=lambda machine: _optional((machine["network"] or {}).get("privateNetwork")),
+        wide=True,
+    ),
     Column(title="LABELS", text=_labels, wide=True),
 )
 

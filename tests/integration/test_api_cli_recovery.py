@@ -127,7 +127,10 @@ def test_what_a_deployment_never_does_is_refused_before_anything_is_waited_for(t
         status = shell.mesh("status").stdout
         assert "mesh port   0.0.0.0:8471" in status and "mesh join https://HOST:8471" in status, status
         assert "restores nothing" in status and "not allowed" in status
-        assert shell.mesh("down", "-y").returncode == 0
+        down = shell.mesh("down", "-y")
+        assert (down.returncode, "2 machines that joined keep running" in down.stderr) == (0, True), (
+            down.stderr
+        )
         assert shell.mesh("up", "--allow-chaos", FAKE_HEAD="open").returncode == 0
         refused = shell.mesh(*harm, "--at-step", "10")
         assert (refused.returncode, "no checkpoint store" in refused.stderr) == (5, True), refused.stderr

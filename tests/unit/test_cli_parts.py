@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from agents.machine_identity import KnownIdentity, write_identity
+from agents.machine_state import claimed
 from mesh.cli import chaos, machines
 from mesh.cli.attend import StoryTeller, summary_of
 from mesh.cli.dry_run import print_dry_run
@@ -22,8 +24,16 @@ from mesh.cli.log_view import LogView, OutputPump
 from mesh.cli.options import OutputFormat
 from mesh.cli.output import end_of, lay_out, span
 from mesh.cli.run import RunOptions
+from mesh.cli.tables import MACHINES
 from mesh.cli.terminal import OutputClosedError, Terminal, printable
-from mesh.deployment import DeploymentRecord, process_started, read_record, state_folder, write_record
+from mesh.deployment import (
+    DeploymentRecord,
+    not_running,
+    process_started,
+    read_record,
+    state_folder,
+    write_record,
+)
 from mesh.errors import (
     AuthenticationError,
     ConflictError,
@@ -467,3 +477,37 @@ async def test_a_relay_is_drained_by_its_name_too(
     else:
         with pytest.raises(NotFoundError, match="no machine relay-1"):
             await drained
+
+
+def test_a_folder_that_an_agent_has_names_it_and_how_it_is_stopped_and_stays_who_it_is(
+    tmp_path: Path,
+) -> None:
+    with (
+        claimed(tmp_path),
+        pytest.raises(DeploymentError, match=f"process {os.getpid()}") as refused,
+        claimed(tmp_path),
+    ):
+        pass
+    assert f"kill {os.getpid()}: it can come back as the same" in refused.value.hint
+
+
+def test_on_a_machine_that_has_joined_it_is_said_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".gangmesh-machine"
+    folder.mkdir()
+    identity = KnownIdentity(head="https://head:8471", name="m-1", secret="s", bundle="")
+    with claimed(folder):
+        write_identity(folder, identity)
+        told = not_running(tmp_path / "state")
+    assert "this is a machine of https://head:8471" in told.message and "--url https://head:8471" in told.hint
+    assert "machine of" not in not_running(tmp_path / "state").message, "its agent has ended"
+
+
+def test_the_wide_table_of_machines_says_who_can_be_dialled_and_the_private_network() -> None:
+    columns = {column.title: column.text for column in MACHINES}
+    on_mesh = {"network": {"dialable": False, "privateNetwork": "vpc"}}
+    assert columns["DIALABLE"](on_mesh) == "no, by a relay"
+    assert columns["PRIVATE NETWORK"](on_mesh) == "vpc"
+    assert columns["DIALABLE"]({"network": None}) == columns["PRIVATE NETWORK"]({"network": None}) == "-"
