@@ -296,7 +296,9 @@ class Head:
             self._logs.reader(service),
             token=self._state.secret("token"),
             deployment_facts=DeploymentFacts(
-                machines=self._settings.machines, gpus={gpu.type: gpu.count} if gpu else {}
+                machines=self._settings.machines,
+                gpus={gpu.type: gpu.count} if gpu else {},
+                keeps_checkpoints=self._settings.checkpoints is not None,
             ),
             grow=None if self._settings.is_open else self.grow,
             admit=self._joined.admit if self._joined is not None else None,

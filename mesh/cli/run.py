@@ -107,8 +107,12 @@ def run(
     label: Annotated[
         list[str] | None, typer.Option("--label", metavar="K=V", help="A label; may be repeated.")
     ] = None,
-    network: Annotated[_Text, typer.Option("--network", help="colocated, regional, global.")] = None,
-    transport: Annotated[_Text, typer.Option("--transport", help="direct, auto.")] = None,
+    network: Annotated[
+        _Text, typer.Option("--network", help="colocated (default), regional, global: where members may be.")
+    ] = None,
+    transport: Annotated[
+        _Text, typer.Option("--transport", help="direct (default), auto: auto also takes a relay.")
+    ] = None,
     startup_timeout: Annotated[
         _Text, typer.Option("--startup-timeout", metavar="TIME", help="Bound on one assembly: 5m to 60m.")
     ] = None,

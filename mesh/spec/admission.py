@@ -11,6 +11,7 @@ A field is refused with `NotAvailableYet` exactly where ignoring it would change
 |                              | would not be enforced                                                                 |
 | recovery.onProcessFailure    | in force. RestartRank with a warning where no rank can start again alone: it then     |
 |                              | means RestartGang                                                                     |
+| recovery.maxAttempts         | in force, with a warning where there is no checkpoint store: nothing is restored      |
 | distributed.network          | in force among machines that are there (`mesh.net.paths`). Colocated and Regional are |
 |                              | refused where machines are bought in several places: nobody would buy them in one.    |
 |                              | Global always shows the condition WANBound                                            |
@@ -18,7 +19,6 @@ A field is refused with `NotAvailableYet` exactly where ignoring it would change
 |                              | path is possible                                                                      |
 | startupTimeout, gracePeriod, | in force                                                                              |
 | maxAssemblyRetries, env,     |                                                                                       |
-| recovery.maxAttempts,        |                                                                                       |
 | workingDir, labels           |                                                                                       |
 | resources.gpu, nodes         | accepted, with a warning when the machines that are there do not have it: the run     |
 |                              | waits as Pending and says why                                                         |
@@ -57,6 +57,8 @@ class DeploymentFacts:
     single_site: bool = True
     """All machines are with one provider in one region, on one network."""
     relay_possible: bool = False
+    keeps_checkpoints: bool = True
+    """There is a checkpoint store, so that a restart has something to go on from."""
     public_possible: bool = False
     """At least two machines may be reached by public addresses, in clear text."""
 
@@ -103,7 +105,7 @@ def admit(job: Job, facts: DeploymentFacts) -> list[JobWarning]:
         JobWarning(type="CommandOverridesContract", message=f"{finding.message} {finding.remedy}")
         for finding in findings
     ]
-    warnings += _env_warnings(plan) + _recovery_warnings(plan)
+    warnings += _env_warnings(plan) + _recovery_warnings(plan) + _checkpoint_warnings(plan, facts)
     return warnings + _path_warnings(plan, job, facts) + _capacity_warnings(plan, facts)
 
 
@@ -159,6 +161,17 @@ def _recovery_warnings(plan: RunPlan) -> list[JobWarning]:
         JobWarning(
             type="RestartsWholeGang",
             message=f"onProcessFailure RestartRank starts every rank again here, as RestartGang does: {why}.",
+        )
+    ]
+
+
+def _checkpoint_warnings(plan: RunPlan, facts: DeploymentFacts) -> list[JobWarning]:
+    if facts.keeps_checkpoints or not plan.max_restarts:
+        return []
+    return [
+        JobWarning(
+            type="NoCheckpoints",
+            message="This deployment has no checkpoint store (mesh up --checkpoints URL): a restart restores nothing.",
         )
     ]
 

@@ -105,6 +105,13 @@ def test_clear_text_is_warned_about_where_machines_may_be_reached_so() -> None:
     assert warnings(job(), public) == []
 
 
+def test_where_no_checkpoint_is_kept_a_run_that_may_start_again_is_warned() -> None:
+    nowhere = replace(LAPTOP, keeps_checkpoints=False)
+    assert warnings(job(), nowhere) == ["NoCheckpoints"]
+    assert warnings(job(recovery={"maxAttempts": 0}), nowhere) == []
+    assert warnings(job(), LAPTOP) == []
+
+
 def test_machines_in_several_places_bound_a_gang_where_they_are_there_already() -> None:
     several = replace(LAPTOP, single_site=False)
     assert warnings(job(distributed={"nodes": 2, "network": "colocated"}), several) == []
