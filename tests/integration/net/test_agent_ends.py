@@ -7,15 +7,19 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agents.leave import _agent_of
 from agents.machine_state import claimed
+from agents.own_port import check_free
+from mesh.errors import DeploymentError
 from mesh.joining import JOIN_TOKEN_VARIABLE
 from mesh.net.tokens import JoinToken
 from tests.mesh_head_world import HeadWorld, head_world
@@ -100,6 +104,37 @@ async def test_every_end_has_its_code_and_its_words(head: HeadWorld, tmp_path: P
     assert "--listen" in away.said
     for end in (wrong, without, busy, refused, away):
         assert end.said.startswith("mesh: "), end.said
+
+
+@pytest.mark.parametrize(
+    ("module", "whose"),
+    [
+        ("agents.gateway", "gangmesh's own gateway of m-3 (folder /m, process "),
+        ("agents.relay_agent", "gangmesh's own relay (folder /r, process "),
+        ("program", "Another program ("),
+    ],
+)
+def test_who_has_the_port_is_named_where_it_is_ours(module: str, whose: str) -> None:
+    listening = (
+        "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); time.sleep(60)"
+    )
+    child = [sys.executable, "-c", listening, module, "--machine", "m-3"]
+    child += ["--state", "/r"] if module == "agents.relay_agent" else []
+    agent = "import subprocess, sys; sys.exit(subprocess.call(eval(sys.argv[1])))"
+    argv = [sys.executable, "-c", agent, repr(child), "--state", "/m"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pytest.raises(DeploymentError) as caught:
+            check_free("127.0.0.1", port)
+        assert caught.value.hint is not None and caught.value.hint.startswith(whose)
+        assert caught.value.hint.endswith("has it; name another port: --listen.")
+    finally:
+        for one in [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]:
+            one.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("command", [JOIN, RELAY])
