@@ -146,7 +146,10 @@ def _verdict(effect: CheckNetwork, looked: Looked, findings: Sequence[Finding]) 
     bad = refusals(findings, fresh=effect.fresh, suspects=effect.suspects)
     measured = summary(looked.seen)
     if bad:
-        message = f"{', '.join(names[Rank(one.rank)] for one in bad)} cannot be worked with."
+        why = (
+            f"{names[Rank(one.rank)]} cannot be worked with: {_first_sentence(one.message)}" for one in bad
+        )
+        message = " ".join(why)
     else:
         message = (
             f"{len(looked.seen.members)} machines reach each other{f': {measured}' if measured else ''}."
@@ -167,6 +170,10 @@ def _verdict(effect: CheckNetwork, looked: Looked, findings: Sequence[Finding]) 
         ),
         warnings=tuple(warnings[:TOLD_MAX]),
     )
+
+
+def _first_sentence(text: str) -> str:
+    return f"{text.partition('. ')[0].rstrip('.')}."
 
 
 def _chosen(

@@ -40,6 +40,9 @@ TOLD_KINDS = frozenset(
 )
 """Events whose own words are said; the others are for `mesh describe`."""
 
+LONG_MIN, LONG_MAX, BEGINNING = 160, 32, 80
+"""A sentence that is so long is told in full once, of the longest so many; then its beginning."""
+
 
 class Attendance:
     """One client's stay with one run.
@@ -201,6 +204,8 @@ class StoryTeller:
     def __init__(self) -> None:
         self._told: set[tuple[int | None, str]] = set()
         self._arrived: dict[int | None, set[int]] = defaultdict(set)
+        self._long: list[str] = []
+        """Told already, and not to be read again in full."""
 
     def tell(self, run: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
         """What is new."""
@@ -210,7 +215,20 @@ class StoryTeller:
             sentences += [(None, f"{c['type']}: {c['message']}") for c in status["conditions"]]
         fresh = [one for one in dict.fromkeys(sentences) if one[1] and one not in self._told]
         self._told.update(fresh)
-        return [printable(text) for _, text in fresh]
+        return [printable(self._shortened(text)) for _, text in fresh]
+
+    def _shortened(self, text: str) -> str:
+        """With what was told before as its beginning: a refusal is the same for one machine after the other."""
+        shown = text
+        if any(text in told for told in self._long if len(text) >= LONG_MIN):
+            shown = _as_before(text)
+        for told in self._long:
+            shown = shown.replace(told, _as_before(told))
+        if len(text) >= LONG_MIN and text not in self._long:
+            self._long.append(text)
+            self._long.sort(key=len, reverse=True)
+            del self._long[LONG_MAX:]
+        return shown
 
     def _sentence(self, run: Mapping[str, Any], event: Mapping[str, Any]) -> str:
         """Empty for what goes without saying."""
@@ -223,6 +241,10 @@ class StoryTeller:
             again = f" again, {_restored(run, event['epoch'])}" if (event["epoch"] or 1) > 1 else ""
             return f"{of} of {of} ranks run{again}"
         return str(event["message"]) if event["kind"] in TOLD_KINDS else ""
+
+
+def _as_before(text: str) -> str:
+    return f"{text[:BEGINNING].rsplit(' ', 1)[0]} … (as before)"
 
 
 def _restored(run: Mapping[str, Any], number: int) -> str:

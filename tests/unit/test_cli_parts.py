@@ -273,6 +273,20 @@ def test_the_story_counts_arrivals_and_says_each_thing_once() -> None:
     ]
 
 
+def test_a_long_sentence_is_told_in_full_once() -> None:
+    teller = StoryTeller()
+    run = run_that("Assembling")
+    why = f"rank 0 does not reach rank 1: {'the port does not answer, ' * 12}the other way works."
+    beginning = "rank 0 does not reach rank 1: the port does not answer, the port does not … (as before)"
+    assert teller.tell(run, [event("Refused", why)]) == [why]
+    failed = event("AssemblyFailed", f"{why} No other machine can take rank 1.")
+    assert teller.tell(run, [failed]) == [f"{beginning} No other machine can take rank 1."]
+    assert teller.tell(run, [event("Refused", why, epoch=2)]) == [beginning]
+    short = "m1 is lost."
+    assert teller.tell(run, [event("MemberLost", short)]) == [short]
+    assert teller.tell(run, [event("MemberLost", short, epoch=2)]) == [short]
+
+
 def test_the_summary_says_how_it_ended_and_where_to_read_more() -> None:
     assert summary_of(run_that("Succeeded", exit_code=0)) == "r succeeded after 12s (2 ranks)."
     assert summary_of(run_that("Failed", cause={"hint": "Add a barrier."})).splitlines() == [

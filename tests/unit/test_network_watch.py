@@ -60,7 +60,10 @@ async def test_a_network_that_is_well_is_told_in_a_sentence(bench: Bench) -> Non
 async def test_a_bad_pair_costs_one_of_its_ranks_the_machine_and_names_the_remedy(bench: Bench) -> None:
     bench.fleet.shut = {("m0", "m1")}
     verdict = await bench.watch.check_gang(asked("m0", "m1"))
-    assert verdict.message == "m1 cannot be worked with."
+    assert verdict.message == (
+        "m1 cannot be worked with: rank 0 (m0, 10.0.0.0) does not reach rank 1 (m1, 10.0.0.1): the rendezvous port "
+        "29500 does not answer, the ephemeral port 40000 does not answer; the other way works."
+    )
     [refusal] = verdict.refusals
     assert (refusal.rank, refusal.machine, refusal.peers) == (1, "m1", (0,))
     assert refusal.message.startswith(
