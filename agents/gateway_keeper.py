@@ -128,7 +128,9 @@ class GatewayKeeper:
             while True:
                 await self._is_up.wait()
                 client = self._client
-                assert client is not None
+                if client is None:  # it ended in the moment in which it was up
+                    await asyncio.sleep(START_LOOK_S)
+                    continue
                 try:
                     return await client.ask(request)
                 except MeshError:

@@ -14,6 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from mesh.errors import SpecError
 from mesh.ids import MachineName
 from mesh.net.authority import OVERLAP_MAX_S, OVERLAP_MIN_S, OVERLAP_S, Authority, fingerprint
 from mesh.resources import AuthorityFacts, RotationFacts
+
+_log = logging.getLogger(__name__)
 
 
 class AuthorityRotation:
@@ -102,6 +105,7 @@ class AuthorityRotation:
         trusted = self._authority.bundle_pem()
         if trusted == self._told:
             return
+        _log.info("whom to trust has changed; %s signs", self._authority.fingerprint())
         self._told = trusted
         self.changes += 1
         self._newsroom.tell()

@@ -107,13 +107,12 @@ class MeshAuthority:
         authority = new_authority(deployment, now=now)
         self._turn(rotation.introduce(authority, promote_at=now + overlap_s), deployment)
 
-    def advance(self, *, have_all_heard: bool) -> bool:
-        """Makes the step that is due; False when none is. Raises DeploymentError, OSError."""
+    def advance(self, *, have_all_heard: bool) -> None:
+        """Makes the step that is due, if one is. Raises DeploymentError, OSError."""
         rotation, deployment = self._current()
         turned = rotation.advanced(now=wall_clock(), have_all_heard=have_all_heard)
         if turned is not rotation:
             self._turn(turned, deployment)
-        return turned is not rotation
 
     def publish(self) -> None:
         """Writes the bundle for clients elsewhere, unless it is there. Raises DeploymentError, OSError."""

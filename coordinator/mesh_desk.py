@@ -165,7 +165,7 @@ class MeshDesk:
         )  # again: somebody else may have come while the number was waited for
         certificate = self._authority.sign_machine(signing, name)
         secret = new_secret()
-        machine = self._books.machines.enter(name, secret, now=wall_clock())
+        machine = self._books.machines.enter(name, secret, now=wall_clock(), before=before)
         if before is not None:
             self._books.machines.succeed(before, name, now=wall_clock())
         if shown is not None:

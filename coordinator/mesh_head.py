@@ -135,6 +135,7 @@ class MeshHead:
         await self._gateway.tell(SetApi(credentials=self._authority.api_credentials(), target=self._api))
         self._spawn(self._keep_told(), "news for the gateway")
         self._spawn(self._keep_certificates(), "certificates")
+        self._spawn(self._keep_rotating(), "rotation of the authority")
         host, port = addresses[0]
         itself = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
         self._own_relay = RelayPlace(machine=HEAD, addresses=((itself, port),), is_gateway=True)
@@ -251,18 +252,24 @@ class MeshHead:
 
     async def _keep_certificates(self) -> None:
         """Rule 3; at once, too, when others are to be trusted."""
-        renewed_at, trusted = time.monotonic(), self._authority.bundle_pem()
+        renewed_at, trusted = time.monotonic(), b""
 
         async def look() -> None:
             nonlocal renewed_at, trusted
             await asyncio.sleep(LOOK_S)
-            await self.desk.rotation.advance()
             now_trusted = self._authority.bundle_pem()
             if now_trusted != trusted or time.monotonic() - renewed_at >= RENEW_EVERY_S:
                 await self._tell_certificates()
                 renewed_at, trusted = time.monotonic(), now_trusted
 
         await for_ever(look, what="certificates")
+
+    async def _keep_rotating(self) -> None:
+        async def look() -> None:
+            await asyncio.sleep(LOOK_S)
+            await self.desk.rotation.advance()
+
+        await for_ever(look, what="rotation of the authority")
 
     async def _tell_certificates(self) -> None:
         await self._gateway.tell(SetIdentity(credentials=self._authority.machine_credentials(HEAD)))

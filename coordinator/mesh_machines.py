@@ -31,11 +31,12 @@ from mesh.reasons import Reason
 
 MACHINES_MAX = 4096
 """That are there at the same time."""
-GONE_MAX = 20_000
-"""While so many are remembered nobody joins: every machine hears of all of them."""
+GONE_MAX, GONE_BY_RETURNS_MAX = 20_000, 80_000
+"""While so many are remembered nobody new joins, and nobody comes back: every machine hears of all of them. When the
+head begins again everybody comes back under another name."""
 RETURNS_MAX, RETURN_EVERY_S = 30, 300.0
 """So many times in a row a machine may join, and after that as often. In trouble with its network it does a few times
-a minute; and it takes thirty that never stop to fill the book."""
+a minute."""
 DEFAULT_HINT = "machine"
 _HINT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 
@@ -74,18 +75,20 @@ class MeshMachines:
 
     # ---- coming and going -------------------------------------------------------------------------
 
-    def enter(self, name: MachineName, secret: str, *, now: float) -> MeshMachine:
-        """A new machine, of a name that nobody has had.
+    def enter(
+        self, name: MachineName, secret: str, *, now: float, before: MachineName | None = None
+    ) -> MeshMachine:
+        """A machine under a name that nobody has had; `before` is what it was called when it comes back.
 
         Raises ConflictError when there are too many; TransportError (LimitExceeded) while too many have gone of late.
         """
         self._forget(now)
         gone = len(self.revoked())
-        if gone >= GONE_MAX:
+        if gone >= (GONE_MAX if before is None else GONE_BY_RETURNS_MAX):
             raise gone_too_many(f"{gone} machines that have gone", days=self.certificate_s / 86400)
-        present = self.present()
-        if len(present) >= MACHINES_MAX:
-            raise ConflictError(f"The deployment has {len(present)} machines, and takes no more.")
+        others = self.present().keys() - {before}
+        if len(others) >= MACHINES_MAX:
+            raise ConflictError(f"The deployment has {len(others)} machines, and takes no more.")
         if name in self.machines:
             raise ConflictError(f"The name {name} has been given.")
         machine = MeshMachine(

@@ -219,7 +219,8 @@ class Rotation:
         """Step 1; then give everybody the new bundle. Raises ConflictError when a rotation is under way."""
         if self.next is not None or self.old is not None:
             raise ConflictError(
-                "A rotation of the authority is under way; it has to end before the next begins."
+                "A rotation of the authority is under way; it has to end before the next begins.",
+                hint="`mesh authority show` says how far it is.",
             )
         return replace(self, next=authority, promote_at=promote_at)
 

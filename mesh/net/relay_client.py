@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mesh.errors import AuthenticationError, RemoteProtocolError
+from mesh.errors import AuthenticationError, MeshError, RemoteProtocolError
 from mesh.ids import MachineName
 from mesh.net.channel import Channel, ChannelClosed
 from mesh.net.dialling import (
@@ -28,7 +28,7 @@ from mesh.net.dialling import (
 )
 from mesh.net.gate import Refused
 from mesh.net.greeting import read_frame
-from mesh.net.guarded_tasks import GuardedTasks
+from mesh.net.guarded_tasks import GuardedTasks, as_errors
 from mesh.net.identity import Identity, MachineIdentity, PeerCertificate, RelayIdentity
 from mesh.net.preface import decode_answer
 from mesh.net.refusals import Refusal
@@ -203,8 +203,9 @@ class RelayLine:
         while True:
             began = loop.time()
             try:
-                await self._client.listen(self._context(), self._on_ticket, on_open=self._on_open)
-            except (DialRefused, ConnectionError) as error:
+                with as_errors(f"line to the relay {self._client.place.machine}"):
+                    await self._listen()
+            except (MeshError, OSError) as error:
                 self.breaks += 1
                 _log.info("no line to the relay %s: %s", self._client.place.machine, error)
             finally:
@@ -215,6 +216,13 @@ class RelayLine:
                 pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_MAX_S)
+
+    async def _listen(self) -> None:
+        """Until the line breaks. Raises OSError."""
+        try:
+            await self._client.listen(self._context(), self._on_ticket, on_open=self._on_open)
+        except DialRefused as error:
+            raise ConnectionRefusedError(str(error)) from error
 
     def _on_open(self) -> None:
         self.is_open = True

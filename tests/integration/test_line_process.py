@@ -7,7 +7,9 @@ import contextlib
 import errno
 import gc
 import os
+import secrets
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from agents import line_process, process_tree
 from agents.line_process import LineProcess
 
 LIMIT_S = 20.0
+MARK_NAME, MARK_TEXT = "GANGMESH_TEST_LINE_PROCESS", secrets.token_hex(8)
+MARK = f"{MARK_NAME}={MARK_TEXT}".encode()
 TURNS = 12
 RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {
     "asyncio": asyncio.run,
@@ -26,8 +30,19 @@ STARTS = {"a child": LineProcess.start, "a detached process": LineProcess.start_
 
 
 def below() -> list[int]:
-    """Zombies too: whoever is not reaped is not gone."""
-    return sorted(process_tree.find_descendants(os.getpid()))
+    """Of this process, or of nobody but of this test (its environment says so). Zombies too: whoever is not reaped is
+    not gone.
+    """
+    processes = process_tree.snapshot()
+    ours = process_tree.descendants(processes, {os.getpid()})
+    return sorted({*ours, *(pid for pid in processes if has_mark(pid))} - {os.getpid()})
+
+
+def has_mark(pid: int) -> bool:
+    try:
+        return MARK in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 def descriptors() -> int:
@@ -36,7 +51,7 @@ def descriptors() -> int:
 
 async def once(start: Any) -> None:
     """What a loop opens for itself when it does this for the first time is open after it."""
-    process = await start(["cat"], env=dict(os.environ))
+    process = await start(["cat"], env={**os.environ, MARK_NAME: MARK_TEXT})
     assert await process.close()
 
 
@@ -47,16 +62,14 @@ async def nothing_is_left(before: list[int], open_before: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("start", "runner"),
-    [("a child", "asyncio"), ("a child", "uvloop"), ("a detached process", "asyncio")],
-)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("start", STARTS)
 def test_a_start_that_is_given_up_at_any_moment_leaves_nothing(runner: str, start: str) -> None:
     async def story() -> None:
         await once(STARTS[start])
         before, open_before = below(), descriptors()
         for turns in range(TURNS):
-            task = asyncio.create_task(STARTS[start](["cat"], env=dict(os.environ)))
+            task = asyncio.create_task(STARTS[start](["cat"], env={**os.environ, MARK_NAME: MARK_TEXT}))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
@@ -82,7 +95,7 @@ def test_a_start_that_fails_halfway_leaves_nothing(
         before, open_before = below(), descriptors()
         monkeypatch.setattr(line_process.process_tree, "read_process", unreadable)
         with pytest.raises(OSError, match="Too many"):
-            await STARTS[start](["cat"], env=dict(os.environ))
+            await STARTS[start](["cat"], env={**os.environ, MARK_NAME: MARK_TEXT})
         monkeypatch.undo()
         await nothing_is_left(before, open_before)
 

@@ -21,8 +21,9 @@ async def test_a_fault_in_one_is_told_by_its_name_and_is_no_other_s(caplog: pyte
 
     tasks.spawn(works(), name="the one that works")
     tasks.spawn(fails(), name="the one that fails")
-    while len(tasks) > 1:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while len(tasks) > 1:
+            await asyncio.sleep(0)
     assert "the one that fails: a fault of this program" in caplog.text
     assert "of ours" in caplog.text
     go_on.set()

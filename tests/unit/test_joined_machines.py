@@ -218,6 +218,7 @@ async def test_who_is_told_to_stop_does_not_wait_for_a_head_that_says_nothing(
         settings = JoinSettings(head=url, token="t", address="10.1.2.3", labels={}, grace_s=5.0)
         agent = join._Agent(PlainWay(settings), state, grace_s=5.0)
         joining = asyncio.create_task(agent._join_again_and_again())
+        silent.settimeout(20.0)
         connection, _ = await asyncio.to_thread(silent.accept)
         with connection:
             agent._stop.set()

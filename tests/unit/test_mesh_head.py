@@ -63,6 +63,29 @@ async def test_an_authority_that_cannot_be_read_now_is_no_end_of_new_certificate
     await goes_on(head._keep_certificates(), told)
 
 
+async def test_a_rotation_that_cannot_go_on_keeps_no_certificate_from_being_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was one turn: while a step of it could not be written, the head's own certificate ran out."""
+    for pause in ("RENEW_EVERY_S", "LOOK_S"):
+        monkeypatch.setattr(module, pause, 0.0)
+    head, told = mesh_head(tmp_path), asyncio.Event()
+
+    async def fails() -> None:
+        raise DeploymentError("the disk is full")
+
+    async def tell(request: Any) -> None:
+        told.set()
+
+    monkeypatch.setattr(head.desk.rotation, "advance", fails)
+    monkeypatch.setattr(head._gateway, "tell", tell)
+    rotating = asyncio.create_task(head._keep_rotating())
+    await goes_on(head._keep_certificates(), told)
+    assert not rotating.done()
+    rotating.cancel()
+    await asyncio.wait([rotating])
+
+
 async def goes_on(loop: Coroutine[Any, Any, None], has_done: asyncio.Event) -> None:
     """Until it has; it has to be running then."""
     keeping = asyncio.create_task(loop)

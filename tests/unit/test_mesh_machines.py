@@ -159,6 +159,24 @@ def test_nobody_is_forgotten_whose_certificate_could_be_valid_however_many_they_
     assert set(made.machines) == {C, D}
 
 
+def test_who_comes_back_is_not_refused_for_how_many_have_gone_or_for_its_own_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head that begins again makes one gone name of every machine: a few times of that, and nobody came back."""
+    monkeypatch.setattr(mesh_machines, "GONE_MAX", 1)
+    monkeypatch.setattr(mesh_machines, "GONE_BY_RETURNS_MAX", 2)
+    monkeypatch.setattr(mesh_machines, "MACHINES_MAX", 2)
+    made = book(A, B)
+    made.enter(C, "c", now=NOW, before=A)
+    made.succeed(A, C, now=NOW)
+    with pytest.raises(TransportError, match="1 machines that have gone"):
+        made.enter(D, "d", now=NOW)
+    made.enter(D, "d", now=NOW, before=B)
+    made.succeed(B, D, now=NOW)
+    with pytest.raises(TransportError, match="2 machines that have gone"):
+        made.enter(MachineName("machine-5"), "e", now=NOW, before=C)
+
+
 def came_back(made: MeshMachines, name: MachineName, *, now: float) -> MachineName:
     """The name of the machine that has come back as it."""
     made.check_pace(name, now=now)

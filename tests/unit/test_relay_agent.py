@@ -103,6 +103,7 @@ async def test_who_is_told_to_stop_does_not_wait_for_a_head_that_says_nothing(tm
         free.close()
         made = RelayAgent(RelaySettings(head=head, token=token, listen=listen), RelayFolder(tmp_path))
         running = asyncio.create_task(made.run())
+        silent.settimeout(20.0)
         connection, _ = await asyncio.to_thread(silent.accept)
         with connection:
             made.stop()

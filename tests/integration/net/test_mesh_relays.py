@@ -322,7 +322,7 @@ async def silent_agent(folder: Path) -> AsyncIterator[None]:
         *(sys.executable, "-c", program, str(folder)), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    await process.stdout.readline()
+    assert await process.stdout.readline() == b"\n"
     try:
         yield
     finally:
