@@ -47,8 +47,6 @@ from mesh.net.streams import Streams
 from mesh.net.tls import API_NAME, Credentials, client_context, server_context
 
 STOP_LIMIT_S = 2.0
-RELAY_END_S = 3.0
-"""A stream that breaks so near to its relay's line broke with the relay, and not at the peer's."""
 RELAYED = "through the relay"
 """One source at the door: the address of who has dialled is the relay's to know."""
 _log = logging.getLogger(__name__)
@@ -207,7 +205,7 @@ class Gateway:
         return {
             str(relay): now - broke_at
             for relay, broke_at in self._streams.broken(run, epoch).items()
-            if abs(broke_at - self._relays.broke_at(relay)) <= RELAY_END_S
+            if self._relays.was_lost(relay, broke_at)
         }
 
     # ---- what the coordinator says --------------------------------------------------------------------

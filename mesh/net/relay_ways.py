@@ -29,6 +29,8 @@ from mesh.net.relay_client import RelayClient, RelayDown, RelayLine, RelayPlace
 
 DOWN_S = 10.0
 """For so long a relay that could not be reached is asked last."""
+SAME_MOMENT_S = 3.0
+"""A stream that breaks so near to its relay's line broke with the relay, and not at the peer's."""
 ENDED_S = 60.0
 """For so long it is known of a relay that is none any more when it ended."""
 NEXT_ONE = frozenset({Refusal.NOT_LISTENING, Refusal.STREAM_LIMIT, Refusal.PEER_UNREACHABLE})
@@ -106,10 +108,17 @@ class RelayWays:
         """The relays through which this machine can be reached now."""
         return sorted(place.machine for place, way in self._ways.items() if way.line.is_open)
 
-    def broke_at(self, relay: MachineName) -> float:
-        """When it ended last, as far as is known here, by the loop's clock: its line broke, or it is none any more."""
-        lines = (way.line.broke_at for place, way in self._ways.items() if place.machine == relay)
-        return max(lines, default=self._ended.get(relay, -math.inf))
+    def was_lost(self, relay: MachineName, at: float) -> bool:
+        """Whether it had ended at this time of the loop's clock, or ended then: its line broke and was not back, or it
+        was none any more. A host that vanished breaks its idle line in half a minute, and a stream that sends later.
+        """
+        lines = [way.line for place, way in self._ways.items() if place.machine == relay]
+        spans = [(line.broke_at, line.opened_at) for line in lines]
+        ended_at, back_at = max(spans, default=(self._ended.get(relay, -math.inf), -math.inf))
+        if ended_at == -math.inf:
+            return False
+        until = back_at if back_at > ended_at else math.inf
+        return ended_at - SAME_MOMENT_S <= at <= max(until, ended_at + SAME_MOMENT_S)
 
     @property
     def breaks(self) -> int:

@@ -263,6 +263,20 @@ async def test_a_stream_that_its_peer_broke_is_not_the_relay_s() -> None:
         assert cut_by_relays(mesh) == [[], []]
 
 
+async def test_a_relay_was_lost_from_its_line_s_break_until_the_line_is_back() -> None:
+    async with relayed() as (mesh, _, _, _):
+        ways = mesh.gateways["a"]._relays
+        [way] = ways._ways.values()
+        assert not ways.was_lost(R, 100.0), "it never broke"
+        assert not ways.was_lost(MachineName("unknown"), 100.0)
+        way.line.broke_at, way.line.opened_at = 100.0, 0.0
+        assert [ways.was_lost(R, at) for at in (96.0, 98.0, 101.0, 900.0)] == [False, True, True, True]
+        way.line.opened_at = 110.0
+        assert [ways.was_lost(R, at) for at in (96.0, 98.0, 109.0, 111.0)] == [False, True, True, False]
+        way.line.opened_at = 100.5
+        assert [ways.was_lost(R, at) for at in (102.0, 104.0)] == [True, False]
+
+
 async def test_a_relay_that_was_taken_off_the_list_before_it_ended_is_known_too() -> None:
     async with relayed() as (mesh, server, relay, _):
         stream = await mesh.dial(server.port)
@@ -375,6 +389,9 @@ async def test_the_head_s_own_relay_is_what_is_left_when_the_others_are_gone() -
         stream.transport.write(b"still here")
         assert await (await server.next(2)).read(10) == b"still here"
         assert carried(made) == {first: 0, second: 0, "head": 1}
+        await made["head"].stop()
+        assert await stream.reset_seen()
+        await eventually(lambda: cut_by_relays(mesh) == [[first, second, "head"]] * 2, "both know of all")
 
 
 async def test_a_relay_that_has_no_line_of_the_target_leads_to_the_next_and_a_third_member_to_none() -> None:
