@@ -50,6 +50,7 @@ class Attendance:
     Args:
         run: as it was when it was submitted.
         logs_to_stderr: stdout is kept for something else.
+        told: what was said when it was submitted, and is not said again.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Attendance:
         interrupts: Interrupts,
         *,
         logs_to_stderr: bool = False,
+        told: Sequence[str] = (),
     ) -> None:
+        self._told = tuple(told)
         self._client = client
         self._name = str(run["metadata"]["name"])
         self._many_ranks = int(run["status"]["topology"]["nodes"]) > 1
@@ -169,7 +172,7 @@ class Attendance:
 
     async def _tell_story(self, spinner: Spinner) -> None:
         """Says what happens, once each, until the run has ended."""
-        teller = StoryTeller()
+        teller = StoryTeller(self._told)
         async with aclosing(self._client.watch_run(self._name)) as states:
             async for run, events in states:
                 for sentence in teller.tell(run, events):
@@ -199,10 +202,10 @@ class Attendance:
 
 
 class StoryTeller:
-    """Turns events into what a person wants to hear, each sentence once."""
+    """Turns events into what a person wants to hear, each sentence once; `told` were said already."""
 
-    def __init__(self) -> None:
-        self._told: set[tuple[int | None, str]] = set()
+    def __init__(self, told: Sequence[str] = ()) -> None:
+        self._told: set[tuple[int | None, str]] = {(None, text) for text in told}
         self._arrived: dict[int | None, set[int]] = defaultdict(set)
         self._long: list[str] = []
         """Told already, and not to be read again in full."""

@@ -240,7 +240,14 @@ async def _submit_and_stay(
     if options.detach:
         return _detached(submission, options, terminal)
     documents = options.output in (OutputFormat.JSON, OutputFormat.YAML)
-    attendance = Attendance(client, submission["run"], terminal, interrupts, logs_to_stderr=documents)
+    attendance = Attendance(
+        client,
+        submission["run"],
+        terminal,
+        interrupts,
+        logs_to_stderr=documents,
+        told=submission["warnings"],
+    )
     code = await attendance.stay()
     if documents and attendance.final is not None:
         print_document(terminal, attendance.final, options.output)

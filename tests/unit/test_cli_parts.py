@@ -273,6 +273,13 @@ def test_the_story_counts_arrivals_and_says_each_thing_once() -> None:
     ]
 
 
+def test_what_was_warned_of_at_the_submit_is_not_told_again() -> None:
+    wide = {"type": "WANBound", "message": "Training between distant machines is limited by the network."}
+    run = run_that("Running", conditions=[wide])
+    assert StoryTeller().tell(run, []) == [f"WANBound: {wide['message']}"]
+    assert StoryTeller([f"WANBound: {wide['message']}"]).tell(run, []) == []
+
+
 def test_a_long_sentence_is_told_in_full_once() -> None:
     teller = StoryTeller()
     run = run_that("Assembling")
