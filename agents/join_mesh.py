@@ -28,6 +28,7 @@ from agents.gpus import Gpus, find_gpus
 from agents.head_line import JOIN_LIMIT_S, has_moved, head_api, own_addresses
 from agents.join import AGAIN_FIRST_S, AGAIN_MAX_S, LEAVE_LOOK_S, Terms
 from agents.join_mesh_settings import MeshJoinSettings
+from agents.kept_options import keep
 from agents.machine_identity import forget_identity
 from agents.machine_state import LEAVING_NAME, MachineState
 from agents.mesh_asking import Asking, Membership
@@ -109,8 +110,9 @@ class MeshWay:
             answer, life = await self._asking.ask()
         except TransportError as error:
             if self._head_at is not None and error.reason is Reason.UNREACHABLE:
-                error.hint = has_moved(self._settings.head)
+                error.hint = " ".join(filter(None, (error.hint, has_moved(self._settings.head))))
             raise
+        await asyncio.to_thread(keep, self._settings, self._state.path)
         self._life = life
         self._over = asyncio.get_running_loop().create_future()
         gateway = await self._open_gateway(life, answer)
@@ -241,7 +243,8 @@ class MeshWay:
                     self._end(f"the head's news makes no sense: {error}")
                     return
                 if failures % SAID_EVERY == 0:
-                    moved = has_moved(self._settings.head) if isinstance(error, TransportError) else ""
+                    is_away = isinstance(error, TransportError) and error.reason is Reason.UNREACHABLE
+                    moved = has_moved(self._settings.head) if is_away else ""
                     _log.warning("no news from the head, asking again and again: %s %s", error, moved)
                 failures += 1
             await asyncio.sleep(pause_s)

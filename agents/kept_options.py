@@ -22,9 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 def with_kept(settings: MeshJoinSettings, folder: Path) -> MeshJoinSettings:
-    """These, completed by what was said before, and kept. Blocking. Raises OSError."""
-    if settings.token is None:
-        settings = _completed(settings, folder / OPTIONS_NAME)
+    """These, completed by what was said before. Blocking. Raises OSError."""
+    return _completed(settings, folder / OPTIONS_NAME) if settings.token is None else settings
+
+
+def keep(settings: MeshJoinSettings, folder: Path) -> None:
+    """For the next time. Blocking. Raises OSError."""
     words = {
         "labels": dict(settings.labels),
         "private_network": settings.private_network,
@@ -32,7 +35,6 @@ def with_kept(settings: MeshJoinSettings, folder: Path) -> MeshJoinSettings:
         "public_address": settings.public_address,
     }
     write_private(folder / OPTIONS_NAME, json.dumps(words))
-    return settings
 
 
 def _completed(settings: MeshJoinSettings, path: Path) -> MeshJoinSettings:

@@ -131,7 +131,8 @@ class RelayAgent:
             if self._is_announced:
                 await unless_stopped(self._stop, self._announce())
             _log.info("the relay %s listens on %s", known.name, relay.addresses)
-            on_ready(known.name)
+            if not self._stop.is_set():
+                on_ready(known.name)
             await self._serve()
         finally:
             await relay.stop()

@@ -12,7 +12,7 @@ import pytest
 
 from agents.agent_program import ReadyLine
 from agents.join_mesh_settings import MeshJoinSettings, read_settings
-from agents.kept_options import with_kept
+from agents.kept_options import keep, with_kept
 from agents.machine_identity import OPTIONS_NAME, forget_identity
 from agents.told import TOLD
 from tests.unit.test_join_mesh_settings import GIVEN
@@ -30,11 +30,18 @@ def told(**settings: Any) -> MeshJoinSettings:
     return read_settings(**{**GIVEN, "token": None, **NOTHING, **settings})
 
 
+def joined(folder: Path, **settings: Any) -> MeshJoinSettings:
+    """As what it joined, once it has."""
+    completed = with_kept(told(**settings), folder)
+    keep(completed, folder)
+    return completed
+
+
 def test_who_comes_back_is_as_it_was_told_before_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    first = with_kept(told(token=GIVEN["token"], **PLACED), tmp_path)
+    first = joined(tmp_path, token=GIVEN["token"], **PLACED)
     assert caplog.text == ""
     again = with_kept(told(), tmp_path)
     assert again == with_kept(told(), tmp_path)
@@ -47,17 +54,19 @@ def test_who_comes_back_is_as_it_was_told_before_and_it_is_said(
 
 
 def test_what_is_said_now_takes_the_place_of_its_kind(tmp_path: Path) -> None:
-    with_kept(told(token=GIVEN["token"], **PLACED), tmp_path)
-    moved = with_kept(told(labels={"rack": "3"}), tmp_path)
+    joined(tmp_path, token=GIVEN["token"], **PLACED)
+    moved = joined(tmp_path, labels={"rack": "3"})
     assert (moved.labels, moved.private_network) == ({"rack": "3"}, "lan")
     assert with_kept(told(), tmp_path).labels == {"rack": "3"}
 
 
 def test_a_token_begins_anew_and_so_does_who_has_left(tmp_path: Path) -> None:
-    with_kept(told(token=GIVEN["token"], **PLACED), tmp_path)
-    with_kept(told(token=GIVEN["token"]), tmp_path)
+    joined(tmp_path, token=GIVEN["token"], **PLACED)
+    with_kept(told(token=GIVEN["token"]), tmp_path)  # a try that fails changes nothing
+    assert with_kept(told(), tmp_path).labels == PLACED["labels"]
+    joined(tmp_path, token=GIVEN["token"])
     assert with_kept(told(), tmp_path).labels == {}
-    with_kept(told(token=GIVEN["token"], **PLACED), tmp_path)
+    joined(tmp_path, token=GIVEN["token"], **PLACED)
     forget_identity(tmp_path)
     assert with_kept(told(), tmp_path).labels == {}
 
