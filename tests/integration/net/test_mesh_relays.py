@@ -311,15 +311,22 @@ async def test_a_relay_that_cannot_say_what_it_has_carried_leaves_all_the_same(
 
 
 @contextlib.asynccontextmanager
-async def silent_agent(folder: Path) -> AsyncIterator[None]:
-    """One that holds the folder, and ends without a word to its head when it is told to."""
+async def silent_agent(folder: Path, *, lives: int = 1) -> AsyncIterator[None]:
+    """One that holds the folder, and ends without a word to its head when it is told to. What supervises it starts it
+    again, so that it has so many lives.
+    """
     program = (
-        "import pathlib, signal, sys; from agents.machine_state import claimed\n"
+        "import os, pathlib, signal, sys; from agents.machine_state import LOCK_NAME, claimed\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
-        "with claimed(pathlib.Path(sys.argv[1])): print(flush=True); signal.sigwait([signal.SIGTERM])"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "lock = claimed(folder); lock.__enter__(); print(flush=True)\n"
+        "for life in range(int(sys.argv[2])):\n"
+        "    if life and (next_one := os.fork()):\n"
+        "        (folder / LOCK_NAME).write_text(str(next_one)); os._exit(0)\n"
+        "    signal.alarm(60); signal.sigwait([signal.SIGTERM])\n"
     )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", program, str(folder)), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", program, str(folder), str(lives)), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     assert await process.stdout.readline() == b"\n"
@@ -331,13 +338,14 @@ async def silent_agent(folder: Path) -> AsyncIterator[None]:
         await process.wait()
 
 
+@pytest.mark.parametrize("lives", [1, 2])
 async def test_a_relay_that_ended_without_a_word_to_its_head_leaves_from_afar(
-    head: HeadWorld, tmp_path: Path
+    head: HeadWorld, tmp_path: Path, lives: int
 ) -> None:
     folder = tmp_path / "r"
     async with running(agent(head, folder, await relay_token(head))) as name:
         pass
-    async with silent_agent(folder):
+    async with silent_agent(folder, lives=lives):
         assert await asyncio.to_thread(leave, folder) == 0
     assert head.desk.revoked() == [name]
     assert RelayFolder(folder).read_known() is None
