@@ -81,6 +81,7 @@ def manifest(uri: str) -> tuple[BlobStore, Manifest]:
     return store, Manifest.decode(store.get_bytes(key, bytes_max=1 << 20))
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.timeout(400)
 def test_a_torchrun_job_goes_on_from_the_committed_step_after_its_machine_is_lost(mesh: RealMesh) -> None:

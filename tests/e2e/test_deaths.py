@@ -114,7 +114,7 @@ def _epochs(mesh: RealMesh, uid: str) -> set[str]:
         _supervisor,
         pytest.param(_member, marks=pytest.mark.long),
         pytest.param(_keeper, marks=pytest.mark.long),
-        _raylet,
+        pytest.param(_raylet, marks=pytest.mark.long),
     ],
 )
 def test_a_death_on_a_machine_restarts_the_gang_and_leaves_no_orphan_of_the_epoch_before(
@@ -188,6 +188,7 @@ def _send_all(processes: list[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
+@pytest.mark.long
 def test_the_laptop_sleeps_longer_than_a_lease_and_the_run_goes_on(mesh: RealMesh) -> None:
     """Everything stands still, then everything goes on, in no particular order."""
     gate = mesh.gate("sleep")

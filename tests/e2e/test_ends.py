@@ -92,6 +92,7 @@ def test_a_run_with_a_slow_rank_goes_on_says_who_has_finished_and_succeeds_with_
         assert [rank["exit"]["code"] for rank in status["ranks"]] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_a_torchrun_rank_that_needs_longer_after_the_group_is_gone_is_left_to_finish(mesh: RealMesh) -> None:
     """Case 21, torchrun: the rank that hosts the rendezvous is done first."""

@@ -104,6 +104,7 @@ def _journal_full(mesh: RealMesh, journal: Path) -> None:
     assert mesh.cli("run", "--", "echo", "room again").stdout == "room again\n"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_killed_head_leaves_no_process_and_the_next_one_restarts_what_it_ran(tmp_path: Path) -> None:
     with real_mesh(tmp_path, "--machines", "2") as mesh:

@@ -9,6 +9,7 @@ from tests.e2e.real_mesh import WAIT_FOR, RealMesh, wait_until
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.long
 def test_of_four_twins_at_once_one_is_accepted_and_an_earlier_run_of_the_name_is_never_mixed(
     mesh: RealMesh,
 ) -> None:
@@ -42,6 +43,7 @@ def test_a_name_that_is_none_is_refused_and_leaves_no_trace(mesh: RealMesh, name
     assert after == before
 
 
+@pytest.mark.long
 def test_a_gang_waits_until_all_its_machines_are_free_and_says_why_machine_by_machine(mesh: RealMesh) -> None:
     gate = mesh.gate("wait")
     first = mesh.submit("--nodes", "3", "--", "sh", "-c", WAIT_FOR.format(gate))

@@ -46,6 +46,7 @@ def in_strange_names(command: str) -> tuple[str, ...]:
     return ("unshare", "--uts", "--mount", "bash", "-c", f"{STRANGE_NAMES}\n{command}")
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_two_gangs_at_once_on_machines_with_useless_names_are_two_worlds(mesh: RealMesh) -> None:
     """Cases 1 and 2: nobody thinks that it is the host; peers advertise 127.0.1.1. And both want port 29500."""

@@ -88,7 +88,10 @@ def test_of_two_ups_at_once_the_second_waits_for_the_first(shell: Shell) -> None
     assert len((shell.state / "starts").read_text().split()) == 1
 
 
-@pytest.mark.parametrize("command", ["up", "down", "run"])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param("up", marks=pytest.mark.long), pytest.param("down", marks=pytest.mark.long), "run"],
+)
 def test_a_head_that_comes_up_without_its_client_is_waited_for(shell: Shell, command: str) -> None:
     client = shell.start("up", env={"FAKE_HEAD": "slow"})
     until(lambda: claimed_by(shell.state) is not None)

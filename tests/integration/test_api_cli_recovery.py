@@ -110,6 +110,7 @@ def test_chaos_takes_a_machine_away_and_gives_a_verdict(shell: Shell) -> None:
     assert shell.mesh("chaos", "loses", "--lose-machine", "0").returncode == 5
 
 
+@pytest.mark.long
 def test_what_a_deployment_never_does_is_refused_before_anything_is_waited_for(tmp_path: Path) -> None:
     """There is no run at all: whoever waited for one would say that."""
     harm = ("chaos", "r", "--lose-machine", "1")

@@ -225,6 +225,7 @@ def test_what_prevents_a_start_is_told_with_its_reason(
     assert _names(calm) == ["local-1"]
 
 
+@pytest.mark.long
 def test_a_lost_machine_is_replaced_under_a_new_name_and_more_come_when_asked(
     deployment: StartDeployment,
 ) -> None:
@@ -303,6 +304,7 @@ def test_a_deployment_whose_ray_is_lost_begins_again_in_the_same_place(
     assert str(ROOT) in running.call("GET", "/v1/status")["details"]["path"]
 
 
+@pytest.mark.long
 def test_a_deployment_whose_folder_is_removed_ends(deployment: StartDeployment, tmp_path: Path) -> None:
     running = deployment(machines=1, module=STAND_IN)
     owner = running.owner

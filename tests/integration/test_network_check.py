@@ -181,6 +181,7 @@ async def test_a_cut_cable_is_told_as_one_host_within_the_limit(five: list[Host]
     assert about(findings) == [(FindingKind.UNREACHABLE, (3,))] * 2
 
 
+@pytest.mark.long
 async def test_who_does_not_know_the_key_learns_nothing_and_costs_nothing(five: list[Host]) -> None:
     """A port scan, garbage, a key of another check, silence, a flood: the check beside them says what is."""
     target = five[0]

@@ -188,6 +188,7 @@ async def test_a_store_that_is_stopped_costs_nothing_on_its_own_machine(scene: S
     assert scene.buried() == []
 
 
+@pytest.mark.long
 async def test_a_store_that_is_killed_twice_costs_nothing_on_its_own_machine(scene: Scene) -> None:
     """However long the next one takes to come."""
     await scene.begin()

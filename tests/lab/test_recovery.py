@@ -33,7 +33,7 @@ def _lose(host: Host, how: str) -> None:
     ("rank", "how"),
     [
         pytest.param(1, "kill", marks=pytest.mark.soak),
-        (0, "power_off"),
+        pytest.param(0, "power_off", marks=pytest.mark.soak),
         pytest.param(1, "cut", marks=pytest.mark.soak),
         pytest.param(0, "cut", marks=pytest.mark.soak),
     ],

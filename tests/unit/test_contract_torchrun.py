@@ -195,7 +195,9 @@ def test_a_host_name_that_resolves_to_nothing_does_not_matter(torchrun: Facts, p
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
-@pytest.mark.parametrize("launcher", [LauncherKind.TORCHRUN, LauncherKind.PLAIN])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(LauncherKind.TORCHRUN, marks=pytest.mark.long), LauncherKind.PLAIN]
+)
 def test_ipv6_addresses_work(
     started: list[subprocess.Popen[bytes]], tmp_path: Path, launcher: LauncherKind
 ) -> None:
