@@ -19,7 +19,8 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any
+from io import FileIO
+from typing import IO, Any
 
 from agents import process_tree
 from mesh.errors import RemoteProtocolError
@@ -62,10 +63,12 @@ class LineProcess:
             assert child.stdout is not None
             reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
             read_transport, _ = await loop.connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), child.stdout
+                lambda: asyncio.StreamReaderProtocol(reader), _for_loop(child.stdout, loop)
             )
             opened.append(read_transport)
-            write_transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
+            write_transport, _ = await loop.connect_write_pipe(
+                asyncio.BaseProtocol, _for_loop(child.stdin, loop)
+            )
             opened.append(write_transport)
             return cls(child, reader, read_transport, write_transport)
         except BaseException:  # given up, too
@@ -152,6 +155,17 @@ class LineProcess:
         process_tree.wait_until_one_ends([self._process], limit_ms=int(limit_s * 1000))
         now = process_tree.read_process(self.pid)
         return now is None or now.started != self._process.started or not now.is_alive
+
+
+def _for_loop(pipe: IO[bytes], loop: asyncio.AbstractEventLoop) -> FileIO:
+    """The same pipe for one of the loop's transports. asyncio's close the file object. uvloop's close the descriptor,
+    and the file object after that, by when the number may be another thread's: that one closes nothing.
+    """
+    descriptor = os.dup(pipe.fileno())
+    closes = isinstance(loop, asyncio.BaseEventLoop)
+    mode = "rb" if pipe.readable() else "wb"
+    pipe.close()
+    return FileIO(descriptor, mode, closefd=closes)
 
 
 async def _end_group(child: subprocess.Popen[bytes]) -> None:

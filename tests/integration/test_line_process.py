@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import io
 import os
 import secrets
 from collections.abc import Callable, Coroutine
@@ -100,3 +101,28 @@ def test_a_start_that_fails_halfway_leaves_nothing(
         await nothing_is_left(before, open_before)
 
     RUNNERS[runner](story())
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_no_descriptor_of_anybody_else_is_closed_with_a_process_s(
+    monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """uvloop closes a pipe's descriptor and then its file object: in between the number may be another thread's."""
+    others: list[int] = []
+
+    class InThatMoment(io.FileIO):
+        def close(self) -> None:
+            if not self.closed:
+                others.append(os.open("/dev/null", os.O_RDONLY))
+            super().close()
+
+    async def story() -> None:
+        process = await LineProcess.start(["cat"], env=dict(os.environ))
+        assert await process.close()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(line_process, "FileIO", InThatMoment)
+    RUNNERS[runner](story())
+    assert len(others) == 2
+    for descriptor in others:
+        os.close(descriptor)  # raises when somebody has closed it
