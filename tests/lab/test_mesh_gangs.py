@@ -105,7 +105,37 @@ def test_a_gateway_that_is_killed_in_the_middle_costs_an_epoch_and_is_back_by_it
     wait_until(lambda: len(ready(lab)) == len(lab.hosts), "every machine to be there again")
 
 
+def test_the_authority_is_rotated_while_a_gang_runs_and_nobody_notices(lab: MeshLab) -> None:
+    """Its times are facts in the authority's file, so that nobody waits for a week."""
+    done = lab.work / "done with the first authority"
+    name = lab.submit("--nodes", "2", "--", sys.executable, "-c", TALK, str(done))
+    try:
+        lab.wait_for_print(name, "connected 1 direct", 0, 1)
+        first = authority(lab)["signing"]["fingerprint"]
+        told = json.loads(lab.cli("authority", "rotate", "--overlap", "12h", "-o", "json").stdout)
+        second = told["next"]["fingerprint"]
+        wait_until(lambda: authority(lab)["waitsFor"] == [], "every machine to trust the next one")
+        assert authority(lab)["signing"]["fingerprint"] == first
+        turn_clock(lab, promote_at=1.0)
+        wait_until(lambda: authority(lab)["signing"]["fingerprint"] == second, "the next one to sign")
+        run = lab.run(name)
+        taken = [host_of(lab, run, rank) for rank in (0, 1)]
+        [left] = [host for host in lab.hosts if host not in taken]
+        lab.stop_agent(left)
+        lab.join(left)
+        turn_clock(lab, promoted_at=1.0)
+        wait_until(lambda: authority(lab)["old"] is None, "the first one to be forgotten")
+        assert all(lab.machine_on(host) is not None for host in lab.hosts)
+    finally:
+        done.touch()
+    ended = lab.ended(name)["status"]
+    assert (ended["state"], ended["epoch"]) == ("Succeeded", 1)
+    again = lab.submit("--nodes", "3", "--", sys.executable, "-c", "print('hello')")
+    assert lab.ended(again)["status"]["state"] == "Succeeded"
+
+
 def test_a_machine_is_lost_the_next_epoch_runs_and_the_ghost_is_refused(lab: MeshLab) -> None:
+    """The last one: its host stays away."""
     done = lab.work / "done"
     name = lab.submit("--nodes", "2", "--", sys.executable, "-c", TALK, str(done))
     lab.wait_for_print(name, "connected 1 direct", 0, 1)
@@ -141,35 +171,6 @@ def test_a_machine_is_lost_the_next_epoch_runs_and_the_ghost_is_refused(lab: Mes
     done.touch()
     assert lab.ended(name)["status"]["state"] == "Succeeded"
     assert "Path" in [event["kind"] for event in lab.events(name)]
-
-
-def test_the_authority_is_rotated_while_a_gang_runs_and_nobody_notices(lab: MeshLab) -> None:
-    """Its times are facts in the authority's file, so that nobody waits for a week."""
-    done = lab.work / "done with the first authority"
-    name = lab.submit("--nodes", "2", "--", sys.executable, "-c", TALK, str(done))
-    try:
-        lab.wait_for_print(name, "connected 1 direct", 0, 1)
-        first = authority(lab)["signing"]["fingerprint"]
-        told = json.loads(lab.cli("authority", "rotate", "--overlap", "12h", "-o", "json").stdout)
-        second = told["next"]["fingerprint"]
-        wait_until(lambda: authority(lab)["waitsFor"] == [], "every machine to trust the next one")
-        assert authority(lab)["signing"]["fingerprint"] == first
-        turn_clock(lab, promote_at=1.0)
-        wait_until(lambda: authority(lab)["signing"]["fingerprint"] == second, "the next one to sign")
-        run = lab.run(name)
-        taken = [host_of(lab, run, rank) for rank in (0, 1)]
-        [left] = [host for host in lab.hosts if host not in taken]
-        lab.stop_agent(left)
-        lab.join(left)
-        turn_clock(lab, promoted_at=1.0)
-        wait_until(lambda: authority(lab)["old"] is None, "the first one to be forgotten")
-        assert all(lab.machine_on(host) is not None for host in lab.hosts)
-    finally:
-        done.touch()
-    ended = lab.ended(name)["status"]
-    assert (ended["state"], ended["epoch"]) == ("Succeeded", 1)
-    again = lab.submit("--nodes", "3", "--", sys.executable, "-c", "print('hello')")
-    assert lab.ended(again)["status"]["state"] == "Succeeded"
 
 
 def authority(lab: MeshLab) -> dict[str, Any]:
